@@ -43,6 +43,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--limit", type=int, default=30)
     options.add_argument("--draft-tokens", type=int, default=3)
     options.add_argument(
+        "--eager", action="store_true", help="Without vLLM's compilation and CUDA graphs."
+    )
+    options.add_argument(
         "--draft-tokens-by-requests",
         type=json.loads,
         help="A list of [from, to, tokens]: fewer where more requests share a step.",
@@ -71,6 +74,7 @@ def speculative(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a method: plain, ngram or moa."""
     model = find_weights(args.model)
+    common = {"model": model, "enforce_eager": args.eager}
     if method == "moa":
         arguments = VLLMServeSettings(
             model=model,
@@ -79,16 +83,16 @@ def speculative(
         ).engine_arguments
         schedule = args.draft_tokens_by_requests
         arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
-        return arguments
+        return arguments | common
     if method == "plain":
-        return {"model": model}
+        return common
     settings = {
         "method": "ngram",
         "num_speculative_tokens": args.draft_tokens,
         "prompt_lookup_min": 2,
         "prompt_lookup_max": 4,
     }
-    return {"model": model, "speculative_config": settings}
+    return common | {"speculative_config": settings}
 
 
 @contextlib.contextmanager
@@ -97,7 +101,7 @@ def engine(**arguments: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(enforce_eager=True, disable_log_stats=False, seed=0, **arguments)
+    llm = LLM(disable_log_stats=False, seed=0, **arguments)
     try:
         yield llm
     finally:

@@ -155,7 +155,7 @@ def _clocks(llm: Any, clock: Clock) -> Iterator[None]:
 
         _clocks_of_target(runner, around)
         drafter = getattr(runner, "drafter", None)
-        if type(drafter).__module__.startswith("moaspec."):
+        if type(drafter).__module__.startswith("moaspec_vllm."):
             _clocks_of_proposer(drafter, around)
         elif drafter is not None:
             around(drafter, "propose", "proposer: draft")

@@ -70,6 +70,7 @@ PROGRAMS = {
     "source": "enters an environment",
     "sudo": "runs another program",
     "torchrun": "starts processes",
+    "vllm": "asks a server",
     ".": "enters an environment",
 }
 """Programs that shell snippets may start, and why these are not run."""

@@ -56,6 +56,7 @@ LOADING = {
     "serve": "smollm2-135m",
     "target-server": "smollm2-135m",
     "train config.yaml": "config.yaml",
+    "vllm-check": "smollm2-135m",
     "vllm-config": "smollm2-135m",
 }
 """Commands that load libraries for seconds, and what they say they load."""

@@ -35,6 +35,9 @@ class CustomProposer:
             hooks.require(runner, path)
         self.runner = runner
 
+    def profile(self) -> None:
+        """Called by the worker while vLLM measures how much memory a step needs."""
+
     def prepare(self) -> None:
         """Called by the worker before vLLM serves, when its caches are allocated."""
 

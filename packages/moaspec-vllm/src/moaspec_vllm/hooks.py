@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -26,9 +27,16 @@ RUNNER_HOOKS = (
     "max_num_tokens",
     "positions",
     "query_start_loc.np",
-    "requests",
 )
 """Attributes of the model runner that are read after each pass of the target."""
+
+ARGUMENTS = (
+    ("_dummy_run", ("num_tokens", "uniform_decode")),
+    ("_sample", ("logits", "spec_decode_metadata")),
+    ("input_batch.block_table[0].get_device_tensor", ("num_reqs",)),
+    ("attn_groups[0][0].build_metadata_for_drafting", ("common_attn_metadata", "draft_index")),
+)
+"""Methods of the model runner that are called, with the arguments that they get."""
 
 TARGET_HOOKS = ("embed_input_ids", "compute_logits")
 """Methods of the target's model that are called."""
@@ -74,6 +82,22 @@ def verifies_sampled_drafts(device: Any) -> bool:
     expand = require(rejection_sampler, "expand_batch_to_tokens", owner_name="rejection_sampler")
     got = expand(temperatures, counts, 3)
     return bool(torch.equal(got, temperatures[[0, 1, 1]]))
+
+
+def require_arguments(runner: Any) -> None:
+    """ServingError for a method of `ARGUMENTS` that does not take its arguments."""
+    for path, names in ARGUMENTS:
+        found = runner
+        for part in path.replace("]", "").replace("[", ".").split("."):
+            found = found[int(part)] if part.isdigit() else require(found, part)
+        taken = signature(found).parameters
+        for name in names:
+            if name not in taken:
+                raise ServingError(
+                    f"vLLM {installed_version()} has changed {type(runner).__name__}.{path}, which "
+                    f"takes no argument {name!r} now. Install vLLM {TESTED_VERSION}, on which this "
+                    "plugin is tested."
+                )
 
 
 def require(owner: Any, path: str, *, owner_name: str | None = None) -> Any:

@@ -1,277 +1,170 @@
-"""The choice of requests to draft for, and of the draft length, by the measured costs of a step.
+"""The choice between steps with drafts and steps without, by the measured time of each.
 
-A pass takes longer with more tokens, and drafts pay where it takes little longer. Costs are
-measured when vLLM starts and corrected by each step; acceptance is counted by request.
-
-Legend: R requests that can be drafted for, most promising first.
+A pass takes longer with more tokens, and drafts pay where it takes little longer. All requests of
+a step are drafted for, or none: a pass in which all requests have equally many tokens runs in one
+CUDA graph, and a mixed one does not. Times are measured when vLLM starts, and each step corrects
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
-from moaspec_core.policy.cost_model import CostTable, Floats
-from moaspec_vllm.paged_drafter.encoded_tokens import Integers
-
 PROMISE = 1.04  # least expected speed-up of a step with drafts over one without
 HORIZON = 64
-"""Expected number of further tokens of a request, or fewer by its limit. The cost of encoding its
-earlier tokens is spread over them."""
-PRIOR_TRIALS = 8.0
-"""Weight, in drafted tokens, of the initial rate in the rate of all requests, and of the latter in
-each request's own rate."""
+"""Expected number of further tokens of a request. The cost of encoding its earlier tokens is spread
+over them."""
+PRIOR_DRAFTS = 8.0  # weight of the first guess, in drafts, in the mean of accepted tokens
 CAUTION = 0.5
-"""The initial rate as a part of the recorded one: users' prompts had 0.3 to 0.4 for a recorded
+"""The first guess as a part of the recorded rate: users' prompts had 0.3 to 0.4 for a recorded
 0.65, and drafts that do not pay cost more than missed ones."""
-MEMORY = 0.95  # weight of a request's drafts at its next draft
-LEARN, RETURN = 0.01, 0.001
-"""Least weight of a drafted token in the rate of all requests, and weight of the initial rate in a
-step without drafts: drafts that did not pay are tried again some hundred steps later."""
+LEARN, RETURN = 0.02, 0.001
+"""Least weight of a draft in the mean of accepted tokens, and weight of the first guess in a step
+without drafts: drafts that did not pay are tried again some hundred steps later."""
 NEWEST = 0.1  # weight of the newest time in a running mean
-LONGEST = 1.0  # largest excess of a pass over the table that counts; longer ones were interrupted
+LONGEST = 2.0  # largest excess of a step over the table that counts; longer ones were interrupted
 PROBE = 64  # steps with drafts, after which one without drafts is timed
 REFRESH = 8  # steps until new times apply, and until drafts are considered again
+PLAIN, DRAFTED = 0, 1  # the two kinds of steps, as indices
 
 Share = Callable[[list[float]], list[float]]
 """Replaces each rank's numbers by those of the first tensor-parallel rank, so all decide alike."""
 
 
-class StepCosts:
-    """Seconds of the parts of a step.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSteps:
+    """Seconds of steps by number of requests, measured at start.
 
-    The time of a pass is that of a pass with this number of tokens at start, plus an excess
-    (attention, vLLM's work per request) that steps with similar numbers of requests and drafts had.
+    Attributes:
+        sizes: numbers of requests, ascending from 1.
+        plain_s: of a step without drafts, one for each size.
+        drafted_s: of a step that verifies a draft of each request, encodes and drafts again.
+        token_s: of encoding one token of many.
+    """
+
+    sizes: tuple[int, ...]
+    plain_s: tuple[float, ...]
+    drafted_s: tuple[float, ...]
+    token_s: float
+
+    def table_s(self, most: int) -> np.ndarray:
+        """Seconds for 0 to `most` requests, interpolated and never falling: (2, most + 1)."""
+        numbers = np.arange(most + 1.0)
+        rows = [_line(numbers, self.sizes, one) for one in (self.plain_s, self.drafted_s)]
+        return np.maximum.accumulate(np.stack(rows), axis=1)
+
+
+def _line(numbers: np.ndarray, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> np.ndarray:
+    """Linear between the sizes, and on by the last slope."""
+    between = np.interp(numbers, sizes, seconds)
+    if len(sizes) == 1:
+        return between * np.maximum(1.0, numbers / sizes[0])
+    slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+    return between + max(0.0, slope) * (numbers - sizes[-1]).clip(min=0)
+
+
+class StepTimes:
+    """Seconds of steps, of both kinds.
+
+    That is the time at start plus an excess (attention, vLLM's work for each request) that steps of
+    this kind with similar numbers of requests had.
 
     Args:
         measured: times at start.
         max_requests: most requests of a step.
-        longest: the longest draft.
         share: see `Share`.
-
-    Attributes:
-        rest_s: between two steps.
-        draft_s: by depth - 1 and number of requests.
-        encode_s: by number of tokens.
     """
 
-    def __init__(
-        self, measured: CostTable, *, max_requests: int, longest: int, share: Share
-    ) -> None:
-        self._share = share
-        tokens = np.arange(max_requests * (1 + longest) + 1.0)
-        self._table_s = np.maximum.accumulate(np.asarray(measured.verify_s(tokens, 1)))
-        self._draft_s = np.array(
-            [
-                [measured.draft_s(depth, 1, max(1, rows)) for rows in range(max_requests + 1)]
-                for depth in range(1, longest + 1)
-            ]
-        )
-        self._encode_s = np.asarray(measured.accept_s(tokens))
-        # Excess over the table in seconds, by powers of two of requests and drafts per request.
-        self._more_s = np.zeros((max_requests.bit_length(), 1 + longest))
+    def __init__(self, measured: MeasuredSteps, *, max_requests: int, share: Share) -> None:
+        self.token_s, self._share = measured.token_s, share
+        self._table_s = measured.table_s(max_requests)
+        # Excess over the table in seconds, by kind and power of two of requests.
+        self._more_s = np.zeros((2, max_requests.bit_length()))
         self._num_seen = np.zeros_like(self._more_s)
-        self._draft_ratio = self._encode_ratio = 1.0
-        self._rests = list[float]()
+        self._applied_s = self._more_s
         self._since = 0
-        self.refresh()
 
-    def count_pass(self, num_requests: int, num_drafts: int, seconds: float, rest_s: float) -> None:
-        """Count a step that only decoded; `rest_s`: time since the previous step ended."""
-        place = num_requests.bit_length() - 1, -(-num_drafts // num_requests)
-        known_s = self._table_s[num_requests + num_drafts]
+    def count(self, kind: int, num_requests: int, seconds: float) -> None:
+        """Count a step that only decoded, from the beginning of its pass to the next one's."""
+        place = kind, num_requests.bit_length() - 1
+        known_s = self._table_s[kind, num_requests]
         more_s = min(seconds - known_s, LONGEST * known_s)
         self._num_seen[place] += 1
         weight = max(NEWEST, 1.0 / self._num_seen[place])
         self._more_s[place] += weight * (more_s - self._more_s[place])
-        self._rests = [*self._rests[-31:], rest_s]
         self._since += 1
         if self._since >= REFRESH:
             self.refresh()
 
-    def count_draft(self, depth: int, num_requests: int, seconds: float) -> None:
-        expected_s = float(self._draft_s[depth - 1, num_requests])
-        self._draft_ratio = _mean(self._draft_ratio, seconds / expected_s)
-
-    def count_encode(self, num_tokens: int, seconds: float) -> None:
-        expected_s = num_tokens * self.token_s
-        if num_tokens < len(self._encode_s):
-            expected_s = float(self._encode_s[num_tokens])
-        self._encode_ratio = _mean(self._encode_ratio, seconds / expected_s)
-
     def refresh(self) -> None:
         """Apply the times counted since the last call, on all ranks those of the first rank."""
-        rest_s = median(self._rests) if self._rests else 0.0
-        numbers = [rest_s, self._draft_ratio, self._encode_ratio, *self._more_s.flatten().tolist()]
-        self.rest_s, draft, encode, *more = self._share(numbers)
-        self._pass_more_s = np.reshape(more, self._more_s.shape)
-        seen = self._num_seen > 0
-        for place, level in zip(*np.nonzero(~seen), strict=True):
-            # Unknown: as for other drafts of as many requests, or as for other requests.
-            near = (np.flatnonzero(seen[place]), np.flatnonzero(seen[:, level]))
-            if len(near[0]):
-                other = (place, near[0][np.abs(near[0] - level).argmin()])
-            elif len(near[1]):
-                other = (near[1][np.abs(near[1] - place).argmin()], level)
-            else:
-                continue
-            self._pass_more_s[place, level] = self._pass_more_s[other]
-        self.draft_s, self.encode_s = self._draft_s * draft, self._encode_s * encode
+        numbers = np.array(self._share([*self._more_s.ravel(), *self._num_seen.ravel()]))
+        more_s, seen = numbers.reshape(2, *self._more_s.shape)
+        self._applied_s = more_s.copy()
+        for kind, level in zip(*np.nonzero(seen == 0), strict=True):
+            # Unknown: as for the other kind, or as for another number of requests.
+            near = np.flatnonzero(seen[kind])
+            if seen[1 - kind, level]:
+                self._applied_s[kind, level] = more_s[1 - kind, level]
+            elif len(near):
+                self._applied_s[kind, level] = more_s[kind, near[np.abs(near - level).argmin()]]
         self._since = 0
 
-    def pass_s(self, num_requests: int, num_drafts: Integers) -> Floats:
-        """Seconds of passes with these numbers of drafts."""
-        more_s = self._pass_more_s[num_requests.bit_length() - 1]
-        levels = -(-num_drafts // num_requests)
-        return np.asarray(self._table_s[num_requests + num_drafts] + more_s[levels])
-
-    @property
-    def token_s(self) -> float:
-        """Seconds of encoding one token of many."""
-        return float(self.encode_s[-1]) / (len(self.encode_s) - 1)
-
-
-def _mean(old: float, new: float) -> float:
-    """The running mean. A single step, which anything may interrupt, at most doubles it."""
-    return old + NEWEST * (min(new, 2.0 * old) - old)
-
-
-@dataclass
-class _Counts:
-    """A request's drafted tokens that were verified, and those of them that were right."""
-
-    trials: float = 0.0
-    hits: float = 0.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Indices of the requests to draft for, and the length of their drafts; 0: none."""
-
-    rows: Sequence[int] = ()
-    depth: int = 0
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A request that can be drafted for.
-
-    Attributes:
-        row: its index in the batch.
-        name: vLLM's id.
-        left: number of tokens until its limit.
-    """
-
-    row: int
-    name: str
-    left: int = HORIZON
+    def seconds(self, kind: int, num_requests: int) -> float:
+        level = num_requests.bit_length() - 1
+        known_s = float(self._table_s[kind, num_requests])
+        return max(0.1 * known_s, known_s + float(self._applied_s[kind, level]))
 
 
 class LoadAwareDrafts:
-    """Chooses the requests to draft for and the length of drafts with most tokens per second.
+    """Chooses between drafts for all requests and none by tokens per second.
 
     Args:
-        costs: of the parts of a step.
-        longest: the longest draft.
+        times: of both kinds of steps.
+        length: of the drafts.
         rate: share of drafted tokens that are right, as the drafter's training recorded it.
     """
 
-    def __init__(self, costs: StepCosts, *, longest: int, rate: float) -> None:
-        self.costs, self._longest = costs, longest
-        self._first_rate = self._rate = CAUTION * rate
-        self._trials = PRIOR_TRIALS
-        self._requests = dict[str, _Counts]()
+    def __init__(self, times: StepTimes, *, length: int, rate: float) -> None:
+        self.times, self._length = times, length
+        guess = CAUTION * rate
+        self._first = self.accepted = sum(guess**place for place in range(1, length + 1))
+        self._num_drafts = PRIOR_DRAFTS
         self._idle_steps = self._idle_load = self._busy_steps = 0
 
-    def count(self, name: str, drafted: int, accepted: int) -> None:
-        """Count a request's verified draft."""
-        counts = self._requests.setdefault(name, _Counts())
-        accepted = min(accepted, drafted)
-        trials = min(drafted, accepted + 1)
-        counts.trials = MEMORY * counts.trials + trials
-        counts.hits = MEMORY * counts.hits + accepted
-        for right in (*[True] * accepted, *[False] * (trials - accepted)):
-            self._trials += 1
-            self._rate += max(LEARN, 1.0 / self._trials) * (right - self._rate)
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts that a step verified, and their accepted tokens."""
+        if not num_drafts:
+            return
+        self._num_drafts += num_drafts
+        weight = max(1.0 - (1.0 - LEARN) ** num_drafts, num_drafts / self._num_drafts)
+        self.accepted += weight * (num_accepted / num_drafts - self.accepted)
 
-    def forget(self, names: set[str]) -> None:
-        """Drop the counts of all requests but these."""
-        if len(self._requests) > 2 * len(names) + 64:
-            self._requests = {k: v for k, v in self._requests.items() if k in names}
-
-    def choose(
-        self,
-        candidates: Sequence[Candidate],
-        num_requests: int,
-        backlog: Callable[[Candidate], int],
-    ) -> Plan:
-        """The drafts of this step.
+    def choose(self, num_requests: int, backlog: int) -> bool:
+        """Whether the next step drafts.
 
         Args:
-            candidates: requests that can be drafted for.
-            num_requests: requests of the next step, these and others.
-            backlog: number of a request's tokens that have to be encoded before it is drafted for.
+            num_requests: requests of the next step.
+            backlog: number of their tokens that have to be encoded first.
         """
-        if not candidates:
-            return Plan()
-        rates = np.array([self._rate_of(candidate.name) for candidate in candidates])
-        order = np.argsort(-rates, kind="stable")
-        rate_R, free_R = rates[order], np.zeros(len(order))
-        depth, number = self._best(rate_R, free_R, num_requests)
-        if number:
-            extra = [self._extra_s(candidates[i], backlog, depth) for i in order[:number]]
-            depth, number = self._best(rate_R[:number], np.array(extra), num_requests)
-        if not number:
+        usual = round(num_requests * (1 + self.accepted))
+        extra_s = max(0, backlog - usual) * self.times.token_s / HORIZON
+        drafted_s = self.times.seconds(DRAFTED, num_requests) + extra_s
+        gain = (1 + self.accepted) * self.times.seconds(PLAIN, num_requests) / drafted_s
+        if gain < PROMISE:
             self._idle_load, self._idle_steps = num_requests.bit_length(), 0
-            return Plan()
+            return False
         self._idle_load = 0
         self._busy_steps += 1
-        if self._busy_steps % PROBE == 0:
-            return Plan()
-        return Plan([candidates[i].row for i in order[:number]], depth)
+        return self._busy_steps % PROBE != 0
 
     def rests(self, num_requests: int) -> bool:
         """Whether this step skips drafts, because a recent step with the same load did."""
         if num_requests.bit_length() != self._idle_load:
             return False
         self._idle_steps += 1
-        self._rate += RETURN * (self._first_rate - self._rate)
+        self.accepted += RETURN * (self._first - self.accepted)
         return self._idle_steps % REFRESH != 0
-
-    def _rate_of(self, name: str) -> float:
-        counts = self._requests.get(name, _Counts())
-        return (PRIOR_TRIALS * self._rate + counts.hits) / (PRIOR_TRIALS + counts.trials)
-
-    def _extra_s(
-        self, candidate: Candidate, backlog: Callable[[Candidate], int], depth: int
-    ) -> float:
-        """Seconds per step that encoding a request's earlier tokens costs."""
-        steps = max(1, min(HORIZON, candidate.left))
-        return max(0, backlog(candidate) - depth - 1) * self.costs.token_s / steps
-
-    def _best(self, rate_R: Floats, extra_R: Floats, num_requests: int) -> tuple[int, int]:
-        """Draft length and number of requests with most tokens per second; (0, 0): no drafts."""
-        costs, number_R = self.costs, np.arange(1, len(rate_R) + 1)
-        (plain_s,) = costs.rest_s + costs.pass_s(num_requests, np.zeros(1, int))
-        best, found = PROMISE * num_requests / plain_s, (0, 0)
-        power_R, gain_R = np.ones(len(rate_R)), np.zeros(len(rate_R))
-        for depth in range(1, self._longest + 1):
-            power_R = power_R * rate_R
-            gain_R = gain_R + power_R
-            accepted_R = gain_R.cumsum()
-            encoded_R = np.minimum(len(costs.encode_s) - 1, number_R + accepted_R).astype(int)
-            seconds_R = (
-                costs.rest_s
-                + costs.pass_s(num_requests, number_R * depth)
-                + costs.draft_s[depth - 1, number_R]
-                + costs.encode_s[encoded_R]
-                + extra_R.cumsum()
-            )
-            speed_R = (num_requests + accepted_R) / seconds_R
-            number = int(speed_R.argmax())
-            if speed_R[number] > best:
-                best, found = float(speed_R[number]), (depth, number + 1)
-        return found

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from torch import Tensor
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
@@ -30,9 +31,15 @@ from moaspec_core.checkpoint.drafter_config import LayerConfig
 from moaspec_core.policy.cost_model import PRIOR
 from moaspec_vllm import hooks
 from moaspec_vllm.custom_proposer import CustomProposer
-from moaspec_vllm.load_aware import HORIZON, Candidate, LoadAwareDrafts, Plan, StepCosts
+from moaspec_vllm.load_aware import DRAFTED, PLAIN, LoadAwareDrafts, StepTimes
 from moaspec_vllm.paged_drafter.caches import PagedLayer
-from moaspec_vllm.paged_drafter.vllm_drafting import DrafterParts, PagedDrafter
+from moaspec_vllm.paged_drafter.encoded_tokens import Integers
+from moaspec_vllm.paged_drafter.vllm_drafting import (
+    ENCODE_CHUNK,
+    ENCODE_STEP,
+    DrafterParts,
+    PagedDrafter,
+)
 from moaspec_vllm.paged_drafter.vllm_target_layers import DraftHead, embedding_of
 from moaspec_vllm.refusals import check_drafter
 from moaspec_vllm.vllm_costs import measure
@@ -52,6 +59,38 @@ SECONDS = Counter(
 SECONDS_OF = {part: SECONDS.labels(part) for part in ("encode", "draft")}
 
 
+ACTIVE = Gauge(
+    "moaspec:drafter_active",
+    "1 while vLLM drafts with moaspec's drafter, 0 after failures that ended it.",
+    multiprocess_mode="livemin",
+)
+MAX_FAILURES = 8  # steps in a row
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step did.
+
+    Attributes:
+        decodes: whether it read no prompt.
+        verifies: whether it verified a draft of each request.
+        drafts: whether it drafted for each request.
+    """
+
+    begun_s: float = 0.0
+    num_requests: int = 0
+    decodes: bool = False
+    verifies: bool = False
+    drafts: bool = False
+
+    @property
+    def kind(self) -> int | None:
+        """`PLAIN` or `DRAFTED`, or None where it was neither entirely."""
+        if not self.decodes or self.verifies != self.drafts:
+            return None
+        return DRAFTED if self.drafts else PLAIN
+
+
 class VLLMMoAProposer(CustomProposer):
     """Drafts chains with a Mixture-of-Attentions drafter inside vLLM.
 
@@ -69,9 +108,9 @@ class VLLMMoAProposer(CustomProposer):
         super().__init__(vllm_config)
         self._depths = _depths(vllm_config)
         self._chooser: LoadAwareDrafts | None = None
-        self._drafted: dict[str, int] = {}  # lengths of the drafts that the next step verifies
-        self._begun_s = self._ended_s = time.perf_counter()
-        self._decoded = False  # whether the latest step read no prompt
+        self._begun_s = time.perf_counter()
+        self._latest = _Step()
+        self._failed = 0  # steps in a row
         self._name = drafter_name(vllm_config.additional_config)
         self._parts: DrafterParts | None = None
         self._drafter: PagedDrafter | None = None
@@ -91,16 +130,35 @@ class VLLMMoAProposer(CustomProposer):
         device, dtype = next(target.parameters()).device, self.vllm_config.model_config.dtype
         drafter = self._load_drafter().to(device, dtype).requires_grad_(False)
         config, index = drafter.config, len(layers)
+
+        def paged(index: int, config: LayerConfig, kind: str) -> PagedLayer:
+            return PagedLayer(
+                config,
+                prefix=f"moa_spec.layers.{index}.{kind}.attn",
+                cache_config=self.vllm_config.cache_config,
+                like=layers[0],
+                dtype=dtype,
+                device=device,
+            )
+
         own = range(index, index + config.self_attention_layers)
         self._parts = DrafterParts(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
             embed=embedding_of(target, target.embed_input_ids, VocabParallelEmbedding),
             head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
-            text_layers=[self._paged(i, config.self_attention, "self_attn") for i in own],
-            cross_attention=self._paged(own.stop, config.cross_attention, "cross_attn"),
+            text_layers=[paged(i, config.self_attention, "self_attn") for i in own],
+            cross_attention=paged(own.stop, config.cross_attention, "cross_attn"),
             target_layers=layers,
             share=self.share,
         )
+
+    def profile(self) -> None:
+        """Encode made-up tokens, so that vLLM's profile of memory counts what encoding needs."""
+        assert self._parts is not None
+        drafter, weight = self._parts.drafter, next(self._parts.drafter.parameters())
+        shape = (1, ENCODE_CHUNK, len(self._parts.target_layers), drafter.config.kv_size)
+        positions_1N = torch.arange(ENCODE_CHUNK, device=weight.device)[None]
+        drafter.encode(weight.new_zeros(shape), positions_1N)
 
     def start(self, runner: Any) -> None:
         """Connect the drafter to vLLM's caches, and work around wrong temperatures if needed.
@@ -110,6 +168,7 @@ class VLLMMoAProposer(CustomProposer):
                 values cannot be read from its caches.
         """
         super().start(runner)
+        hooks.require_arguments(runner)
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
         self._drafter = PagedDrafter(self._parts, runner)
         self._vllm_sample, runner._sample = runner._sample, self._sample
@@ -120,24 +179,37 @@ class VLLMMoAProposer(CustomProposer):
                 "drafted while all of their requests are greedy.",
                 hooks.installed_version(),
             )
+        ACTIVE.set(1)
+        FAILURES.inc(0)  # exported before there is one
 
     def prepare(self) -> None:
         """Measure the costs of drafts, unless vLLM's option fixes their length."""
         if self._depths is not None or self._drafter is None:
             return
-        scheduler = self.vllm_config.scheduler_config
+        with self._failures():
+            self._chooser = self._measured(self._drafter)
+        if self._chooser is None:
+            self._stop("their costs could not be measured")
+
+    def _measured(self, drafter: PagedDrafter) -> LoadAwareDrafts:
         assert self._parts is not None
-        sizes = {"longest": self._longest, "max_requests": int(scheduler.max_num_seqs)}
-        table = measure(self.runner, self._drafter, **sizes, share=self._share)
-        costs = StepCosts(table, **sizes, share=self._share)
+        most = int(self.vllm_config.scheduler_config.max_num_seqs)
+        measured = measure(
+            self.runner, drafter, length=self._longest, max_requests=most, share=self._share
+        )
+        times = StepTimes(measured, max_requests=most, share=self._share)
         acceptance = self._parts.drafter.config.acceptance or PRIOR
         rates = [line[0] for line in acceptance[: self._longest]]
-        rate = sum(rates) / len(rates)
-        self._chooser = LoadAwareDrafts(costs, longest=self._longest, rate=rate)
+        return LoadAwareDrafts(times, length=self._longest, rate=sum(rates) / len(rates))
 
     @property
     def _longest(self) -> int:
         return int(self.vllm_config.speculative_config.num_speculative_tokens)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no other rank of tensor parallelism waits for this one."""
+        return int(self.vllm_config.parallel_config.tensor_parallel_size) == 1
 
     def _share(self, numbers: list[float]) -> list[float]:
         """Numbers of the first rank, see `Share`."""
@@ -151,102 +223,94 @@ class VLLMMoAProposer(CustomProposer):
     def note_pass(self) -> None:
         """Note which blocks of the cache the target has begun to fill."""
         if self._drafter is not None:
-            with self._failures_logged():
+            with self._failures():
                 self._drafter.note_pass()
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, *_: Any, **__: Any
     ) -> list[list[int]]:
-        """Draft for requests of the batch, in order; an unfinished prompt gets no draft.
+        """Draft for all requests of the batch or for none; an unfinished prompt gets no draft.
 
         Args:
             sampled_token_ids: tokens that the step verified and sampled, per request.
             num_tokens_no_spec: number of tokens of each request, including the sampled ones.
         """
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        number = len(sampled_token_ids)
+        drafts: list[list[int]] | None = None
         if self._drafter is not None:
-            with self._failures_logged():
-                self._count_step(sampled_token_ids)
-                self._drafted.clear()
-                lengths_R = num_tokens_no_spec[: len(drafts)].tolist()
-                newest = {
-                    row: lengths_R[row] - 1 for row, new in enumerate(sampled_token_ids) if new
-                }
-                plan = self._plan(newest)
-                for row, chain in self._chains(plan, newest, sampled_token_ids).items():
-                    drafts[row] = chain
-        self._ended_s = time.perf_counter()
+            new_R = np.fromiter(map(len, sampled_token_ids), np.int64, number)
+            with self._failures():
+                drafts = self._step(self._drafter, new_R, num_tokens_no_spec[:number])
+                self._failed = 0
+        return drafts or [[] for _ in range(number)]
+
+    def _step(
+        self, drafter: PagedDrafter, new_R: Integers, length_R: Integers
+    ) -> list[list[int]] | None:
+        """Drafts of a step, or None.
+
+        Args:
+            new_R: number of tokens that the step gave each request; 0: its prompt is unfinished.
+            length_R: number of tokens of each request, these included.
+        """
+        number = len(new_R)
+        step = self._count_step(drafter, new_R, length_R)
+        depth = self._longest if self._depths is None else self._depths[number]
+        rests = self._chooser is not None and self._chooser.rests(number)
+        greedy = not self._greedy_only or self.runner.input_batch.all_greedy
+        if not depth or rests or not greedy:
+            return None
+        # The newest token of a text has not been computed; an unfinished prompt has no such token.
+        decodes_R = new_R > 0
+        position_R = np.where(decodes_R, length_R - 1, drafter.stop_R)
+        rows_R = np.concatenate((np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)))
+        backlog = drafter.backlog(rows_R, position_R[rows_R])
+        if self._chooser is not None and not self._chooser.choose(number, len(backlog.unread)):
+            return None
+        # At least what the last step added, or drafts would never begin.
+        now = backlog.first(max(ENCODE_STEP, number * (1 + self._longest)))
+        drafted_R = np.flatnonzero(decodes_R)
+        if not np.isin(drafted_R, now.rows_R).all():  # one must wait, so all do
+            drafted_R = drafted_R[:0]
+        fits_R = drafter.fits(drafted_R, position_R[drafted_R] + depth)
+        drafted_R = drafted_R[fits_R]
+        started = time.perf_counter()
+        sent = drafter.send(now, drafted_R, position_R[drafted_R], depth)
+        drafter.encode(sent)
+        encoded = time.perf_counter()
+        SECONDS_OF["encode"].inc(encoded - started)
+        if not len(drafted_R):
+            return None
+        chains = drafter.draft(sent)
+        SECONDS_OF["draft"].inc(time.perf_counter() - encoded)
+        self._latest = replace(step, drafts=len(drafted_R) == number)
+        if len(chains) == number:
+            return chains
+        drafts: list[list[int]] = [[] for _ in range(number)]
+        for row, chain in zip(drafted_R.tolist(), chains, strict=True):
+            drafts[row] = chain
         return drafts
 
-    def _count_step(self, sampled_token_ids: list[list[int]]) -> None:
-        """Let the chooser learn from the step's time and from the drafts that were accepted."""
-        if self._chooser is None:
-            return
-        batch = self.runner.input_batch
-        names = batch.req_ids[: len(sampled_token_ids)]
-        drafted = [self._drafted.get(name, 0) for name in names]
-        for name, number, new in zip(names, drafted, sampled_token_ids, strict=True):
-            if number and new:
-                self._chooser.count(name, number, len(new) - 1)
-        num_tokens = int(self.runner.query_start_loc.np[batch.num_reqs])
-        decodes = num_tokens == len(names) + sum(drafted) and all(sampled_token_ids)
-        # The first step after prompts were read takes longer.
-        if decodes and self._decoded:
-            now_s = time.perf_counter()
-            rest_s = self._begun_s - self._ended_s
-            self._chooser.costs.count_pass(len(names), sum(drafted), now_s - self._begun_s, rest_s)
-        self._decoded = decodes
-
-    def _plan(self, newest: dict[int, int]) -> Plan:
-        """Choose the drafts of this step; `newest`: position of each request's newest token."""
-        assert self._drafter is not None
-        batch = self.runner.input_batch
-        if self._greedy_only and not batch.all_greedy:
-            return Plan()
-        if self._chooser is not None and self._chooser.rests(batch.num_reqs):
-            return Plan()
-        room_R = self._drafter.room(batch.num_reqs)
-        depth = self._longest if self._depths is None else self._depths[batch.num_reqs]
-        rows = [row for row, last in newest.items() if depth <= room_R[row] - last]
-        if self._chooser is None:
-            return Plan(rows if depth else (), depth)
-        names = batch.req_ids
-        self._chooser.forget(set(names))
-        candidates = [Candidate(row, names[row], self._left(names[row])) for row in rows]
-        drafter = self._drafter
-        return self._chooser.choose(
-            candidates, batch.num_reqs, lambda one: drafter.backlog(one.row, newest[one.row])
+    def _count_step(self, drafter: PagedDrafter, new_R: Integers, length_R: Integers) -> _Step:
+        """Let the chooser learn from the previous step's time and from this step's drafts."""
+        # A row that reads no prompt begins at its newest token.
+        decodes_R = (length_R - new_R == drafter.start_R + 1) & (new_R > 0)
+        verified_R = np.where(decodes_R, drafter.stop_R - drafter.start_R - 1, 0)
+        before, drafts_R = self._latest, verified_R > 0
+        step = _Step(
+            begun_s=self._begun_s,
+            num_requests=len(new_R),
+            decodes=bool(decodes_R.all()),
+            verifies=bool(drafts_R.all()),
         )
-
-    def _left(self, name: str) -> int:
-        """Number of tokens until the request's limit."""
-        request = self.runner.requests[name]
-        limit = getattr(request.sampling_params, "max_tokens", None)
-        return HORIZON if limit is None else limit - len(request.output_token_ids)
-
-    def _chains(
-        self, plan: Plan, newest: dict[int, int], sampled_token_ids: list[list[int]]
-    ) -> dict[int, list[int]]:
-        """Encode and draft by a plan; the drafts by batch index."""
-        assert self._drafter is not None
-        rows, depth = plan.rows, plan.depth
-        if not rows:
-            return {}
-        positions = [newest[row] for row in rows]
-        tokens = [sampled_token_ids[row][-1] for row in rows]
-        started = time.perf_counter()
-        num_encoded = self._drafter.encode(rows, positions)
-        encoded = time.perf_counter()
-        chains = self._drafter.draft(rows, tokens, positions, depth)
-        drafted = time.perf_counter()
-        SECONDS_OF["encode"].inc(encoded - started)
-        SECONDS_OF["draft"].inc(drafted - encoded)
+        self._latest = step
         if self._chooser is not None:
-            self._chooser.costs.count_encode(num_encoded, encoded - started)
-            self._chooser.costs.count_draft(depth, len(rows), drafted - encoded)
-        names = self.runner.input_batch.req_ids
-        self._drafted = {names[row]: depth for row in rows}
-        return dict(zip(rows, chains, strict=True))
+            self._chooser.count(int(drafts_R.sum()), int((new_R[drafts_R] - 1).sum()))
+            kind = before.kind
+            if step.decodes and kind is not None and before.num_requests == step.num_requests:
+                took_s = step.begun_s - before.begun_s
+                self._chooser.times.count(kind, step.num_requests, took_s)
+        return step
 
     def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
         """Sample as vLLM does, without its rejection sampler in a step that verifies no drafts.
@@ -269,13 +333,30 @@ class VLLMMoAProposer(CustomProposer):
         return self._vllm_sample(logits_NV, metadata)
 
     @contextmanager
-    def _failures_logged(self) -> Iterator[None]:
-        """Log an exception of the drafter: requests continue without drafts."""
+    def _failures(self) -> Iterator[None]:
+        """Log an exception of the drafter, so that requests continue without drafts.
+
+        After `MAX_FAILURES` in a row nothing is drafted any more. Two kinds end vLLM instead: with
+        several ranks, because the others wait for this one in a collective operation, and errors of
+        the accelerator, after which none of its operations succeeds.
+        """
         try:
             yield
-        except Exception:
+        except Exception as error:
             FAILURES.inc()
+            self._failed += 1
+            if not self._alone or _is_fatal(error):
+                ACTIVE.set(0)
+                raise
             logger.exception("The drafter failed; this step's requests go on without drafts.")
+            if self._failed >= MAX_FAILURES:
+                self._stop(f"the drafter failed {self._failed} times in a row")
+
+    def _stop(self, reason: str) -> None:
+        """Draft nothing from now on."""
+        logger.error("No more drafts until vLLM is restarted, because %s.", reason)
+        self._drafter = None
+        ACTIVE.set(0)
 
     def _load_drafter(self) -> MoADrafter:
         model_config = self.vllm_config.model_config
@@ -288,12 +369,12 @@ class VLLMMoAProposer(CustomProposer):
         check_drafter(drafter)
         return drafter
 
-    def _paged(self, index: int, config: LayerConfig, kind: str) -> PagedLayer:
-        return PagedLayer(
-            config,
-            prefix=f"moa_spec.layers.{index}.{kind}.attn",
-            cache_config=self.vllm_config.cache_config,
-        )
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether the accelerator is lost, as after an illegal access."""
+    return isinstance(error, torch.AcceleratorError) and not isinstance(
+        error, torch.OutOfMemoryError
+    )
 
 
 def _depths(vllm_config: Any) -> list[int] | None:

@@ -52,6 +52,11 @@ _RULES: tuple[_Rule, ...] = (
         ),
         "context parallelism spreads one text's tokens over ranks: use tensor parallelism",
     ),
+    (
+        lambda c: c.kv_transfer_config is not None,
+        "blocks that a KV connector loads bring the target's keys and values, but not the "
+        "drafter's, whose cache would keep those of another text: leave --kv-transfer-config out",
+    ),
 )
 
 

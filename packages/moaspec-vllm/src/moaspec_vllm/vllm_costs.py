@@ -1,4 +1,4 @@
-"""Times of passes, drafts and encodings in this vLLM, measured before it serves."""
+"""Times of steps in this vLLM, measured before it serves, with the graphs that serve."""
 
 from __future__ import annotations
 
@@ -10,66 +10,77 @@ from typing import Any
 import numpy as np
 import torch
 
-from moaspec_core.policy.cost_model import CostTable
-from moaspec_vllm.load_aware import Share
-from moaspec_vllm.paged_drafter.vllm_drafting import ENCODE_CHUNK, PagedDrafter
+from moaspec_vllm.load_aware import MeasuredSteps, Share
+from moaspec_vllm.paged_drafter.encoded_tokens import Integers
+from moaspec_vllm.paged_drafter.vllm_drafting import ENCODE_CHUNK, Backlog, PagedDrafter, Tokens
 from moaspec_vllm.paged_drafter.vllm_target_layers import base_logits
 
 REPEATS = 3  # timed runs of each size after an untimed one; the fastest counts
 ENOUGH_S = 0.5  # time after which a size is not run again
 MOST_S = 8.0  # time for each part; larger sizes than those measured until then are extrapolated
 POSITION = 8  # of the newest token of requests that are drafted for; drafting does not depend on it
+ENCODED = 2  # tokens of each request that a step encodes, about tau
 
 
 def measure(
-    runner: Any,
-    drafter: PagedDrafter,
-    *,
-    longest: int,
-    max_requests: int,
-    share: Share,
-) -> CostTable:
-    """Time passes of the target, drafts and encodings, in unused blocks of the cache.
+    runner: Any, drafter: PagedDrafter, *, length: int, max_requests: int, share: Share
+) -> MeasuredSteps:
+    """Time steps with and without drafts, in unused blocks of the cache.
 
     Args:
         runner: vLLM's model runner, its caches allocated.
         drafter: on this runner.
-        longest: the longest draft.
+        length: of the drafts.
         max_requests: most requests of a step.
         share: see `Share`.
     """
     limit, logits = runner.max_num_tokens, base_logits(runner.model)
 
-    def run_pass(num_tokens: int) -> None:
-        states_NE, _ = runner._dummy_run(num_tokens)
+    def run_pass(num_tokens: int, *, drafts: bool) -> None:
+        # As in a step: vLLM picks the graph by the number of tokens and whether rows are alike.
+        states_NE, _ = runner._dummy_run(num_tokens, uniform_decode=drafts)
         logits(states_NE[:num_tokens]).argmax(-1).tolist()
 
+    def plain(number: int) -> None:
+        run_pass(number, drafts=False)
+
+    def drafted(number: int) -> None:
+        run_pass(number * (1 + length), drafts=True)
+        _work(drafter, number, ENCODED, length)
+
     def encode(num_tokens: int) -> None:
-        row_N = np.zeros(num_tokens, np.int64)
-        position_N = np.arange(num_tokens) % drafter.block_size
-        drafter.encode_target(row_N, position_N)
-        drafter.encode_text(row_N, position_N)
-        torch.zeros(1, device=drafter.device).tolist()  # waits for an accelerator
+        _work(drafter, 1, num_tokens, 0)
 
-    def draft(depth: int) -> Callable[[int], object]:
-        return lambda rows: drafter.draft(range(rows), [0] * rows, [POSITION] * rows, depth)
-
-    pass_s = dict(_times(run_pass, min(limit, max_requests * (1 + longest)), share))
+    most = max(1, min(max_requests, limit // (1 + length)))
+    plain_s = dict(_times(plain, most, share))
+    drafted_s = dict(_times(drafted, most, share))
     encode_s = dict(_times(encode, min(limit, ENCODE_CHUNK), share))
-    first_s = dict(_times(draft(1), max_requests, share))
-    longer_s = dict(_times(draft(1 + longest), max_requests, share))
-    widths = tuple(sorted(first_s.keys() & longer_s.keys()))
-    tokens = tuple(sorted(pass_s.keys() & encode_s.keys()))
-    return CostTable(
-        contexts=(1,),
-        tokens=tokens,
-        pass_s=(tuple(pass_s[token] for token in tokens),),
-        head_s=(0.0,) * len(tokens),
-        root_s=first_s[1],
-        widths=widths,
-        step_s=tuple(max(0.0, longer_s[width] - first_s[width]) / longest for width in widths),
-        encode_s=tuple(encode_s[token] for token in tokens),
+    sizes = tuple(sorted(plain_s.keys() & drafted_s.keys()))
+    longest = max(encode_s)
+    return MeasuredSteps(
+        sizes=sizes,
+        plain_s=tuple(plain_s[size] for size in sizes),
+        drafted_s=tuple(drafted_s[size] for size in sizes),
+        token_s=encode_s[longest] / longest,
     )
+
+
+def _work(drafter: PagedDrafter, num_requests: int, num_encoded: int, depth: int) -> None:
+    """Encode tokens of each request, and draft for all, in the block that vLLM leaves unused."""
+    rows_R = np.arange(num_requests)
+    tokens = Tokens(
+        rows_R.repeat(num_encoded),
+        np.tile(np.arange(num_encoded) % drafter.block_size, num_requests),
+    )
+    none_R: Integers = np.zeros(0, np.int64)
+    backlog = Backlog(none_R, none_R, tokens, tokens)
+    drafts = rows_R if depth else none_R
+    step = drafter.send(backlog, drafts, np.full(len(drafts), POSITION), depth)
+    drafter.encode(step)
+    if depth:
+        drafter.draft(step)
+    else:
+        torch.zeros(1, device=drafter.device).tolist()  # waits for an accelerator
 
 
 def _times(call: Callable[[int], object], most: int, share: Share) -> Iterator[tuple[int, float]]:

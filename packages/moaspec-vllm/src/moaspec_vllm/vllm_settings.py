@@ -10,8 +10,8 @@ from typing import Any
 from moaspec_core.errors import InputError, ServingError
 
 TESTED_VERSION = "0.32.0"
-SUPPORTED_VERSIONS = ">=0.32,<0.34"
-"""Releases of vLLM that have the hooks of this plugin."""
+SUPPORTED_VERSIONS = "==0.32.*"
+"""Releases of vLLM whose first model runner this plugin knows."""
 
 PACKAGE = "moaspec_vllm"
 PROPOSER = f"{PACKAGE}.proposer.VLLMMoAProposer"

@@ -23,6 +23,24 @@ class MoAWorker(PlatformWorker):
         proposer = getattr(self.model_runner, "drafter", None)
         return proposer if isinstance(proposer, CustomProposer) else None
 
+    def determine_available_memory(self) -> int:
+        """Let vLLM's profile of memory count what the drafter's encoder needs."""
+        proposer, runner = self._proposer, self.model_runner
+        if proposer is None:
+            return int(super().determine_available_memory())
+        run = runner.profile_run
+
+        def profile_run(*args: Any, **kwargs: Any) -> None:
+            run(*args, **kwargs)
+            with torch.inference_mode():
+                proposer.profile()
+
+        runner.profile_run = profile_run
+        try:
+            return int(super().determine_available_memory())
+        finally:
+            del runner.profile_run
+
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         if self._proposer is not None:

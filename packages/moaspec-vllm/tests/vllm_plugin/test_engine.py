@@ -132,9 +132,9 @@ def test_fewer_tokens_are_drafted_for_more_requests(
         rejected.append(any(metadata.num_draft_tokens))
         return reject(self, metadata, *others)
 
-    def noted(self: Any, rows: Any, tokens: Any, positions: Any, depth: int) -> Any:
-        asked.add((len(rows), depth))
-        return draft(self, rows, tokens, positions, depth)
+    def noted(self: Any, step: Any) -> Any:
+        asked.add((len(step.rows_R), len(step.slots_SR)))
+        return draft(self, step)
 
     monkeypatch.setattr(PagedDrafter, "draft", noted)
     monkeypatch.setattr(RejectionSampler, "forward", sampled)
@@ -164,38 +164,87 @@ def test_texts_stay_where_the_load_decides_what_is_drafted(models: Models) -> No
 def test_tokens_that_were_skipped_are_encoded_later(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts after steps without any are those of a run that drafts in every step."""
-    from moaspec_vllm.load_aware import Plan
-    from moaspec_vllm.paged_drafter.vllm_drafting import PagedDrafter
-    from moaspec_vllm.proposer import VLLMMoAProposer
+    """Drafts after steps without any are those of a run that drafts in every step.
 
-    plan, draft, steps = VLLMMoAProposer._plan, PagedDrafter.draft, Counter[str]()
+    A step encodes few tokens here, so that a prompt takes several. A drafter that is never right
+    drafts after every token.
+    """
+    from moaspec_vllm import proposer
+    from moaspec_vllm.paged_drafter.vllm_drafting import PagedDrafter
+
+    step, draft, steps = proposer.VLLMMoAProposer._step, PagedDrafter.draft, Counter[str]()
     drafts: dict[tuple[int, ...], list[int]] = {}
 
-    def noted(self: Any, rows: Any, tokens: Any, positions: Any, depth: int) -> Any:
-        found = draft(self, rows, tokens, positions, depth)
+    def noted(self: Any, sent: Any) -> Any:
+        found = draft(self, sent)
         ids = self._runner.input_batch.token_ids_cpu
-        for row, position, chain in zip(rows, positions, found, strict=True):
+        for row, position, chain in zip(sent.rows_R, sent.position_R, found, strict=True):
             text = tuple(ids[row, : position + 1].tolist())
             assert drafts.setdefault(text, chain) == chain
             steps[str(text in seen)] += 1
         return found
 
-    def sometimes(self: Any, newest: Any) -> Plan:
+    def sometimes(self: Any, *arguments: Any) -> Any:
         steps["all"] += 1
-        found = plan(self, newest)
-        # Other requests each time, for some steps none.
-        return Plan(found.rows[steps["all"] % 3 :], found.depth * (steps["all"] % 7 < 4))
+        return step(self, *arguments) if steps["all"] % 7 < 4 else None
 
     lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
     monkeypatch.setattr(PagedDrafter, "draft", noted)
     seen: set[tuple[int, ...]] = set()
-    with serving.engine(models, models.taught) as llm:
+    with serving.engine(models, models.random) as llm:
         expected = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
         seen |= drafts.keys()
-        monkeypatch.setattr(VLLMMoAProposer, "_plan", sometimes)
+        monkeypatch.setattr(proposer.VLLMMoAProposer, "_step", sometimes)
+        monkeypatch.setattr(proposer, "ENCODE_STEP", 5)
         assert serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4) == expected
     assert steps["True"] > 5
+
+
+def test_all_requests_of_a_step_are_drafted_for_or_none(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixed batch would leave the CUDA graph of passes with equally many tokens in each row."""
+    from moaspec_vllm import proposer
+
+    propose, steps = proposer.VLLMMoAProposer.propose, Counter[str]()
+
+    def watched(self: Any, sampled: Any, numbers: Any, *rest: Any, **named: Any) -> Any:
+        drafts = propose(self, sampled, numbers, *rest, **named)
+        # Rows of unfinished prompts are read on in the next step, which is mixed anyway.
+        lengths = {len(one) for one, new in zip(drafts, sampled, strict=True) if new}
+        steps["mixed"] += len(lengths) > 1
+        steps["drafted"] += lengths == {serving.DRAFT_TOKENS}
+        return drafts
+
+    prompts, lengths = crowd()
+    monkeypatch.setattr(proposer.VLLMMoAProposer, "propose", watched)
+    monkeypatch.setattr(proposer, "ENCODE_STEP", 40)
+    with serving.engine(models, None) as plain:
+        expected = serving.texts(plain, prompts, lengths, concurrency=8)
+    with serving.engine(models, models.taught, **CROWDED | {"num_gpu_blocks_override": 128}) as llm:
+        assert serving.texts(llm, prompts, lengths, concurrency=8) == expected
+    assert steps["mixed"] == 0
+    assert steps["drafted"] > 10
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_bf16_engines_draft_with_the_targets_backend_and_dtype(models: Models, eager: bool) -> None:
+    """Texts are not compared: in bf16 a batch of another size rounds otherwise."""
+    lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
+    changes: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": eager}
+    with serving.engine(models, models.taught, **changes) as llm:
+        serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
+        assert serving.tau(llm) > 1.2
+        core = llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        target, *_ = runner.drafter._parts.target_layers
+        own = [*runner.drafter._parts.text_layers, runner.drafter._parts.cross_attention]
+        for layer in own:
+            assert layer.attention.attn_backend is target.attn_backend
+            assert layer.attention.kv_cache.dtype == torch.bfloat16
+            assert layer.attention.impl.num_kv_heads == layer.heads[1]
+        with torch.inference_mode():
+            runner.drafter.profile()
 
 
 @pytest.mark.parametrize("form", ["raw", "vllm"])
@@ -236,6 +285,80 @@ def test_a_failing_drafter_never_fails_requests(
         assert serving.texts(llm, tiny.PROMPTS, [16] * 4, concurrency=4) == expected
         assert serving.counter(llm, "spec_decode_num_drafts") > 0
     assert FAILURES._value.get() > before
+
+
+def test_drafts_end_after_failures_in_a_row(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moaspec_vllm import proposer
+    from moaspec_vllm.paged_drafter.vllm_drafting import PagedDrafter
+
+    calls = Counter[str]()
+
+    def fail(*_: Any) -> Any:
+        calls["encode"] += 1
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(PagedDrafter, "encode", fail)
+    with serving.engine(models, None) as plain:
+        expected = serving.texts(plain, tiny.PROMPTS, [16] * 4, concurrency=4)
+    with serving.engine(models, models.taught) as llm:
+        assert proposer.ACTIVE._value.get() == 1
+        assert serving.texts(llm, tiny.PROMPTS, [16] * 4, concurrency=4) == expected
+        assert serving.counter(llm, "spec_decode_num_drafts") == 0
+    assert calls["encode"] == proposer.MAX_FAILURES
+    assert proposer.ACTIVE._value.get() == 0
+
+
+def test_vllm_check_reports_texts_steps_and_backends(models: Models) -> None:
+    from moaspec_vllm import engine_check
+
+    prompts = [list(prompt) for prompt in tiny.PROMPTS]
+    with serving.engine(models, models.taught) as llm:
+        assert [len(text) for text in engine_check._texts(llm, prompts, 8)] == [8] * 4
+        one, two = (engine_check._steps(llm, prompts, number, 12) for number in (1, 2))
+        facts = engine_check._facts(llm) | engine_check._drafter_facts(engine_check._runner(llm))
+    assert one["step_ms"] > 0
+    assert one["tokens_per_step"] > 1.2
+    assert (two["requests"], two["steps"]) == (2, 12)
+    assert facts["backend"] == facts["drafter backend"] == "CPU_ATTN"
+    assert (facts["dtype"], facts["drafter cache"]) == ("float32", "float32")
+    assert facts["drafts at the end"]
+
+
+def test_a_calibration_that_fails_means_no_drafts(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moaspec_vllm import proposer
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(proposer, "measure", fail)
+    speculative = serving.arguments(models, models.taught)["speculative_config"]
+    del speculative["num_speculative_tokens_per_batch_size"]
+    with serving.engine(models, models.taught, speculative_config=speculative) as llm:
+        assert proposer.ACTIVE._value.get() == 0
+        texts = serving.texts(llm, tiny.PROMPTS, [16] * 4, concurrency=4)
+        assert [len(text) for text in texts] == [16] * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error"), [(2, RuntimeError("one rank")), (1, torch.AcceleratorError("lost"))]
+)
+def test_failures_that_cannot_be_survived_end_vllm(ranks: int, error: Exception) -> None:
+    """Other ranks would wait for ever, and a lost accelerator computes nothing."""
+    from types import SimpleNamespace
+
+    from moaspec_vllm.proposer import VLLMMoAProposer
+
+    proposer: Any = VLLMMoAProposer.__new__(VLLMMoAProposer)
+    proposer._failed = 0
+    proposer.vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks)
+    )
+    with pytest.raises(type(error)), proposer._failures():
+        raise error
 
 
 def whole_temperatures(
@@ -309,6 +432,15 @@ def _distribution_of_pairs(models: Models, prompt: list[int]) -> torch.Tensor:
         ({"scheduler_cls": None}, "--scheduler-cls"),
         ({"additional_config": {}}, "which drafter"),
         ({"logits_processors": ["builtins:dict"]}, "logits processors"),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                }
+            },
+            "KV connector",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_start(

@@ -29,7 +29,7 @@ def settings(**changes: Any) -> Any:
         "model_config.model": "tiny",
         "cache_config.cache_dtype": "auto",
     }
-    config = SimpleNamespace()
+    config = SimpleNamespace(kv_transfer_config=changes.pop("kv_transfer_config", None))
     for path, value in (values | changes).items():
         section, name = path.split(".")
         vars(config).setdefault(section, SimpleNamespace())
@@ -51,6 +51,7 @@ def test_plain_settings_pass() -> None:
         ("model_config.logits_processors", ["pkg:Mine"], "logits processors"),
         ("parallel_config.pipeline_parallel_size", 2, "tensor parallelism"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
+        ("kv_transfer_config", object(), "KV connector"),
     ],
 )
 def test_settings_that_cannot_work(path: str, value: Any, reason: str) -> None:

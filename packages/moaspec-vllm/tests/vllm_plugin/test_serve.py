@@ -101,7 +101,8 @@ def test_a_served_request_is_the_targets_text_and_is_drafted(server: str) -> Non
     }
     assert counts["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert counts["moaspec:drafter_seconds_total"] > 0
-    assert counts.get("moaspec:drafter_failures_total", 0) == 0
+    assert counts["moaspec:drafter_failures_total"] == 0
+    assert counts["moaspec:drafter_active"] == 1
 
 
 @pytest.mark.parametrize("setting", [{"min_p": 0.1}, {"logit_bias": {"3": 5.0}}])

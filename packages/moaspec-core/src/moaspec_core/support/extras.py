@@ -50,6 +50,7 @@ COMMANDS = {
     "remote": "moaspec-edge",
     "serve": "moaspec-serve",
     "target-server": "moaspec-edge[server]",
+    "vllm-check": "moaspec-vllm",
     "vllm-config": "moaspec-vllm",
 }
 """What brings a command, for the message where it is missing."""

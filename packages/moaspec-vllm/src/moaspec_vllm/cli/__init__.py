@@ -1,1 +1,1 @@
-"""`moaspec vllm-config`."""
+"""Commands: `moaspec vllm-config` and `moaspec vllm-check`."""

@@ -41,8 +41,8 @@ def vllm_config(
         from moaspec.target.registry import find_weights
         from moaspec_vllm.vllm_settings import VLLMServeSettings
 
-        config = _usable_config(drafter)
-        name = _recorded_target(drafter, config) if model is None else model
+        config = usable_config(drafter)
+        name = recorded_target(drafter, config) if model is None else model
         weights = find_weights(name)
         if is_directory(Path(weights)):  # a model of the hub is not downloaded for this
             check_drafter(drafter, name)
@@ -63,7 +63,7 @@ def _refuse_empty(names: Mapping[str, str | None]) -> None:
             raise InputError(f"{option} is empty: name a directory, an alias or a hub id.")
 
 
-def _usable_config(drafter: str) -> dict[str, Any]:
+def usable_config(drafter: str) -> dict[str, Any]:
     """The drafter's `config.json`; MismatchError if vLLM would refuse the drafter."""
     from moaspec.generation.destinations import vllm_problem
     from moaspec.generation.drafters import find_drafter
@@ -81,7 +81,8 @@ def _usable_config(drafter: str) -> dict[str, Any]:
     return config
 
 
-def _recorded_target(drafter: str, config: Mapping[str, Any]) -> str:
+def recorded_target(drafter: str, config: Mapping[str, Any]) -> str:
+    """The target that a drafter's `config.json` names; MismatchError if it names none."""
     name = config.get("training", {}).get("config", {}).get("target")
     if not isinstance(name, str):
         raise MismatchError(

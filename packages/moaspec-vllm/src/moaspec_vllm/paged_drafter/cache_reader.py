@@ -21,6 +21,7 @@ from moaspec_core.errors import ServingError
 from moaspec_vllm.hooks import require
 
 BLOCKS, BLOCK_SLOTS = 0, 2  # axes of vLLM's view of a layer's cache
+PLANNING_BACKENDS = ("FLASHINFER",)  # one plan for all layers of a group; the latest applies
 DIGITS = 128  # Numbers are written as digits of this base plus one: exact in bf16, and never 0.
 
 AllGather = Callable[[Tensor, int], Tensor]
@@ -76,6 +77,7 @@ class CacheReader:
         self._block_stride = first.stride(BLOCKS)
         places_OGK = _places(layers[0], share.own)
         self._places_OX, self._shape = places_OGK.flatten(1), places_OGK.shape[1:]
+        self._gather = self._take if first.device.type == "cpu" else self._kernel()
 
     @property
     def device(self) -> torch.device:
@@ -87,11 +89,25 @@ class CacheReader:
 
     def read_own(self, slots_N: Tensor) -> Tensor:
         """Keys and values of this rank's heads at cache slots, int64: (N, L, G, 2 D)."""
+        return self._gather(slots_N).unflatten(2, self._shape)
+
+    def _take(self, slots_N: Tensor) -> Tensor:
+        """Read layer by layer, (N, L, X); on a CPU an operation starts at once."""
         block_N = slots_N // self._block_size
         index_NX = self._places_OX[slots_N - block_N * self._block_size]
         index_NX = index_NX + (block_N * self._block_stride)[:, None]
         parts = [cache.take(index_NX) for cache in self._caches]
-        return torch.stack(parts, dim=1).unflatten(2, self._shape)
+        return torch.stack(parts, dim=1)
+
+    def _kernel(self) -> Callable[[Tensor], Tensor]:
+        """Return what reads all layers in one launch on a GPU."""
+        from moaspec_vllm.paged_drafter.gather_kernel import gather
+
+        first = self._caches[0]
+        distances = [cache.data_ptr() - first.data_ptr() for cache in self._caches]
+        offsets_L = torch.tensor(distances, device=first.device) // first.element_size()
+        places_OX = self._places_OX.int()
+        return lambda slots_N: gather(first, offsets_L, slots_N, places_OX, self._block_stride)
 
 
 def _elements(cache: Tensor) -> Tensor:
@@ -165,6 +181,12 @@ def require_readable(layers: Sequence[Any], num_layers: int) -> None:
             raise ServingError(
                 f"vLLM's attention backend {layer.attn_backend.get_name()} stores keys inside its "
                 "attention, so the drafter's cannot be stored. Choose another --attention-backend."
+            )
+        if layer.attn_backend.get_name() in PLANNING_BACKENDS:
+            raise ServingError(
+                f"vLLM's attention backend {layer.attn_backend.get_name()} plans one batch at a "
+                "time, and the drafter's two attentions of a step need two: add "
+                "--attention-backend FLASH_ATTN or TRITON_ATTN."
             )
         require(layer.impl, "do_kv_cache_update")
 

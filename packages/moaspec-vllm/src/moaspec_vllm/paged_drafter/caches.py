@@ -10,17 +10,19 @@ S draft steps.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from moaspec.backends.fast_drafter import JoinedAttend
 from moaspec_core.checkpoint.drafter_config import LayerConfig
+from moaspec_core.errors import ServingError
 from moaspec_vllm.paged_drafter.encoded_tokens import Integers
 
 
@@ -30,22 +32,49 @@ class PagedLayer:
     Args:
         config: sizes of the layer. Every rank holds all heads.
         prefix: vLLM's name of the layer, with exactly one number in it.
+        like: an attention layer of the target, whose backend this one uses.
+        dtype: of the model.
+        device: of the model.
+
+    Raises:
+        ServingError: the target's backend does not know heads of this size.
     """
 
-    def __init__(self, config: LayerConfig, *, prefix: str, cache_config: Any) -> None:
+    def __init__(
+        self,
+        config: LayerConfig,
+        *,
+        prefix: str,
+        cache_config: Any,
+        like: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         # The target's sliding window does not apply to the drafter.
         unlimited = copy.copy(cache_config)
         unlimited.sliding_window = None
         self.name = prefix
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.attention = Attention(
-            config.num_heads,
-            config.head_dim,
-            config.head_dim**-0.5,
-            num_kv_heads=config.num_kv_heads,
-            cache_config=unlimited,
-            prefix=prefix,
-        )
+        backend = like.attn_backend
+        if not backend.supports_head_size(config.head_dim):
+            raise ServingError(
+                f"vLLM's attention backend {backend.get_name()}, which the target uses, does not "
+                f"know the drafter's heads of {config.head_dim}. Choose another "
+                "--attention-backend."
+            )
+        # vLLM reads both defaults here, and sets them only while it loads the target.
+        with set_default_torch_dtype(dtype), device:
+            self.attention = Attention(
+                config.num_heads,
+                config.head_dim,
+                config.head_dim**-0.5,
+                num_kv_heads=config.num_kv_heads,
+                cache_config=unlimited,
+                prefix=prefix,
+                attn_backend=backend,
+            )
+        self.attention.to(device)
+        _require_alike(self.attention, like, device)
 
     def write(self, key_1CND: Tensor, value_1CND: Tensor, slots_N: Tensor) -> None:
         """Store keys and values (1, C, N, D) at their slots."""
@@ -54,6 +83,8 @@ class PagedLayer:
     def write_tokens(self, key_NCD: Tensor, value_NCD: Tensor, slots_N: Tensor) -> None:
         """Store keys and values in vLLM's layout, (N, C, D), at their slots."""
         layer = self.attention
+        # FlashAttention's function takes a token's heads to lie side by side.
+        key_NCD, value_NCD = _side_by_side(key_NCD), _side_by_side(value_NCD)
         layer.impl.do_kv_cache_update(layer, key_NCD, value_NCD, layer.kv_cache, slots_N)
 
     def read(self, query_NHD: Tensor, metadata: Any) -> Tensor:
@@ -102,6 +133,25 @@ def _by_token(x_1HND: Tensor) -> Tensor:
     return x_1HND[0].transpose(0, 1)
 
 
+def _side_by_side(x_NCD: Tensor) -> Tensor:
+    """Each token's heads one after another; tokens may be further apart."""
+    _, heads, size = x_NCD.shape
+    together = x_NCD.stride(2) == 1 and (heads == 1 or x_NCD.stride(1) == size)
+    return x_NCD if together else x_NCD.contiguous()
+
+
+def _require_alike(own: Any, like: Any, device: torch.device) -> None:
+    """ServingError where vLLM made the drafter's layer otherwise than the target's."""
+    kinds = [(one.attn_backend.get_name(), one.kv_cache_torch_dtype) for one in (own, like)]
+    places = {own._k_scale.device.type, own._v_scale.device.type}
+    if kinds[0] != kinds[1] or places != {device.type}:
+        raise ServingError(
+            f"vLLM made {own.layer_name} with {kinds[0]} and scales on {sorted(places)}; the "
+            f"target's layers have {kinds[1]} and lie on {device.type}. Serve without drafts, and "
+            "report what `moaspec vllm-check` prints."
+        )
+
+
 class CacheGroup:
     """The KV cache group of some attention layers, in a runner with allocated caches.
 
@@ -114,6 +164,8 @@ class CacheGroup:
             group for groups in runner.attn_groups for group in groups if name in group.layer_names
         )
         self._runner = runner
+        self._host_starts = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
+        self._device_starts = self._host_starts.to(runner.positions.device)
 
     @property
     def table(self) -> Any:
@@ -136,35 +188,38 @@ class CacheGroup:
         table: Integers = self.table.get_numpy_array()
         return table
 
-    def room(self, count: int) -> Integers:
-        """Number of allocated slots of each of the first `count` requests."""
-        table = self.table
-        return table.num_blocks_per_row[:count] * int(table.block_size)
-
     def slots_of(self, rows: Integers, positions: Integers) -> Integers:
         """Cache slots of positions of the given requests, int64. The arguments broadcast."""
         place, offset = np.divmod(positions, self.block_size)
         blocks = self.blocks[rows, place]
         return np.multiply(blocks, self.block_size, dtype=np.int64) + offset
 
-    def queries(self, rows_R: Integers, first_R: Integers | None = None) -> CommonAttentionMetadata:
+    def keeps(self, rows_R: Integers, stop_R: Integers) -> Integers:
+        """Whether each request has slots for its first tokens up to `stop`."""
+        return self.table.num_blocks_per_row[rows_R] * self.block_size >= stop_R
+
+    def queries(
+        self, rows_R: Integers, device_R: Tensor, first_R: Integers, device_first_R: Tensor
+    ) -> CommonAttentionMetadata:
         """The common metadata of queries that each read a text of their own length.
 
         Args:
             rows_R: batch index of each query's request.
-            first_R: first block that each query reads; None: block 0.
+            device_R: the same on the device.
+            first_R: first block that each query reads.
+            device_first_R: the same on the device.
         """
         count, table_RM = len(rows_R), self.table.get_device_tensor(int(rows_R.max()) + 1)
-        if not np.array_equal(rows_R, np.arange(len(table_RM))):
-            table_RM = table_RM[torch.from_numpy(rows_R).to(table_RM.device)]
-        if first_R is not None:
+        if count != len(table_RM) or (rows_R[1:] <= rows_R[:-1]).any():
+            table_RM = table_RM[device_R]
+        if first_R.any():
             width = table_RM.shape[1]
-            place_RM = (first_R[:, None] + np.arange(width)).clip(max=width - 1)
-            table_RM = table_RM.gather(1, torch.from_numpy(place_RM).to(table_RM.device))
-        starts = torch.arange(count + 1, dtype=torch.int32)
+            place_M = torch.arange(width, device=table_RM.device)
+            table_RM = table_RM.gather(1, (device_first_R[:, None] + place_M).clamp(max=width - 1))
+        starts, host_starts = self._starts(count)
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(table_RM.device),
-            query_start_loc_cpu=starts,
+            query_start_loc=starts,
+            query_start_loc_cpu=host_starts,
             seq_lens=starts,
             num_reqs=count,
             num_actual_tokens=count,
@@ -175,17 +230,30 @@ class CacheGroup:
             causal=True,
         )
 
+    def _starts(self, count: int) -> tuple[Tensor, Tensor]:
+        """Numbers 0 to `count`, int32, on the device and on the host."""
+        return self._device_starts[: count + 1], self._host_starts[: count + 1]
+
     def metadata(
-        self, queries: CommonAttentionMetadata, slots_R: Tensor, lengths_R: Tensor, longest: int
+        self,
+        queries: CommonAttentionMetadata,
+        slots_R: Tensor,
+        lengths_R: Tensor,
+        host_lengths_R: Integers,
     ) -> Any:
         """Metadata of such queries for this layer's attention backend.
 
         Args:
-            queries: from `queries`; modified in place.
+            queries: from `queries`.
             slots_R: slots for the keys of the queries' tokens. CA ignores them.
-            lengths_R: number of tokens that each query reads, int32, on the host.
-            longest: maximum of `lengths_R`.
+            lengths_R: number of tokens that each query reads, int32, on the device.
+            host_lengths_R: the same on the host.
         """
-        queries.slot_mapping, queries.seq_lens = slots_R, lengths_R.to(slots_R.device)
-        queries.seq_lens_cpu_upper_bound, queries.max_seq_len = lengths_R, longest
+        queries = replace(
+            queries,
+            slot_mapping=slots_R,
+            seq_lens=lengths_R,
+            seq_lens_cpu_upper_bound=torch.from_numpy(host_lengths_R.astype(np.int32)),
+            max_seq_len=int(host_lengths_R.max()),
+        )
         return self.group.build_metadata_for_drafting(queries, draft_index=0)

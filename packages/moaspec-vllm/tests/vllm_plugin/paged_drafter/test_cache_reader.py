@@ -160,6 +160,10 @@ def test_layers_that_cannot_be_read_are_refused() -> None:
     fused.attn_backend = SimpleNamespace(
         forward_includes_kv_cache_update=True, get_name=lambda: "FUSED"
     )
+    planning = Layer(cache)
+    planning.attn_backend = SimpleNamespace(
+        forward_includes_kv_cache_update=False, get_name=lambda: "FLASHINFER"
+    )
     without = Layer(cache)
     without.impl = SimpleNamespace()  # type: ignore[assignment]
     require_readable([Layer(cache), Layer(cache)], 2)
@@ -169,6 +173,8 @@ def test_layers_that_cannot_be_read_are_refused() -> None:
         require_readable([Layer(cache), sharing], 2)
     with pytest.raises(ServingError, match="FUSED"):
         require_readable([fused], 1)
+    with pytest.raises(ServingError, match="FLASHINFER plans one batch at a time"):
+        require_readable([planning], 1)
     with pytest.raises(ServingError, match="do_kv_cache_update"):
         require_readable([without], 1)
 
