@@ -341,7 +341,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     running, long, short = (
         engine.add(tiny.PROMPTS[i], max_new_tokens=tiny.NEW_TOKENS) for i in (0, 2, 3)
     )
-    engine.step({running})
+    engine.step({running: len(tiny.PROMPTS[0])})
     assert [event.handle for event in engine.step()] == [short, running]
     while not engine.result(long).token_ids:
         engine.step()
