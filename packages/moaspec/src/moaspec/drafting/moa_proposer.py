@@ -108,6 +108,7 @@ class MoAProposer(TreeProposer):
 
     def close(self, row: int) -> None:
         super().close(row)
+        self.memory.give_back(row)
         for kept in (self.num_encoded, self.first_encoded, self.missing):
             kept.pop(row, None)
 

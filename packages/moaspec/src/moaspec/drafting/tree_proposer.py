@@ -130,6 +130,7 @@ class TreeProposer(CachingProposer):
 
     def close(self, row: int) -> None:
         self.num_read.pop(row, None)
+        self.text_cache.give_back(row)
 
     def release(self) -> None:
         self.text_cache.release()
