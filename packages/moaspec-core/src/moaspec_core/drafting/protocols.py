@@ -201,6 +201,11 @@ class CachingProposer(Proposer):
     prompt_window: int = 0
     usual_shape: Tree = DEFAULT_TREE
 
+    @property
+    def caches(self) -> list[Any]:
+        """Its `KVCache`s, one row for each row of the target's."""
+        return []
+
     def encode_and_append(self, cache: Any, row: int, tokens: range) -> bool:
         """Encode newly verified tokens of one row and store their features, in one call.
 

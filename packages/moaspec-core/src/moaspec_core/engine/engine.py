@@ -174,6 +174,19 @@ class Engine:
         self._finish(request, "aborted")
         return request.result
 
+    def set_back(self, handle: int) -> None:
+        """Drop the keys of an active request; it is read again when a step next takes it.
+
+        Its text, and what it goes on with, stay the same. InputError where none is active.
+        """
+        if handle not in self._active:
+            raise InputError(f"Request {handle} is not active: it has ended, or never joined.")
+        request = self._active[handle]
+        self._close(request)
+        request.num_verified = 0
+        if not request.prefilled:
+            request.result.num_reused_tokens = 0
+
     def abort_all(self) -> None:
         """End every request at once."""
         for handle in list(self._active):

@@ -1,8 +1,8 @@
 """What the next step contains: which texts, and how much of each.
 
-Owners (API keys, devices, requests without a key) take turns by the work that they were served: the
-least served owner comes first, and an owner that is ahead waits. Prompts are read in chunks, so that
-a step stays short. Nothing here reads a clock or draws a random number.
+Owners (API keys, devices, requests without a key) take turns by the work that they were served:
+the least served owner comes first, and an owner that is ahead waits. Prompts are read in chunks, so
+that a step stays short. Nothing here reads a clock or draws a random number.
 
 Source: Sheng et al., *Fairness in Serving Large Language Models* (arXiv 2401.00588), algorithm 2;
 here the work is seconds of the target instead of weighted tokens.
@@ -104,8 +104,8 @@ class Scheduler:
     """Chooses the contents of each step.
 
     Args:
-        prompt_tokens: tokens of prompts that are assumed to take `STEP_S`; without `step_s`, as many
-            are read in a step while texts decode.
+        prompt_tokens: tokens of prompts that are assumed to take `STEP_S`; without `step_s`, as
+            many are read in a step while texts decode.
         step_s: seconds of a step; None where nobody else can wait: then prompts are read whole
             while nothing decodes.
 
@@ -147,16 +147,16 @@ class Scheduler:
         self._last.update(dict.fromkeys(taken, self._steps))
         return taken
 
-    def least_served(self, owners: Sequence[str]) -> str:
-        """The owner whose turn it is."""
-        return min(owners, key=lambda owner: self.served.get(owner, self._least))
+    def served_of(self, owner: str) -> float:
+        """Seconds of work that an owner was served, or would start from."""
+        return self.served.get(owner, self._least)
 
     def charge(self, tokens: Mapping[str, float], seconds: float, fixed_s: float) -> None:
         """Charge a pass to its owners: they share its fixed part, and the rest by their tokens."""
         fixed_s, total = min(fixed_s, seconds), sum(tokens.values())
         for owner, own in tokens.items():
             part = fixed_s / len(tokens) + (seconds - fixed_s) * own / total
-            self.served[owner] = self.served.get(owner, self._least) + part
+            self.served[owner] = self.served_of(owner) + part
 
     def _arrive(self, owners: set[str]) -> None:
         """Lift the counters of owners that come or return."""
@@ -198,9 +198,9 @@ class Scheduler:
         taken: dict[int, int] = {}
         left_s = step_s
         for owner in order:
-            if taken and (left_s <= 0 or self.served[owner] > ahead_s):
+            if self.served[owner] > ahead_s:
                 break
-            share_s = min(left_s, step_s / len(by_owner))
+            share_s = max(0.0, min(left_s, step_s / len(by_owner)))
             own, spent_s = self._part(by_owner[owner], share_s, left_s if taken else inf)
             taken |= own
             left_s -= spent_s
@@ -209,7 +209,9 @@ class Scheduler:
     def _part(
         self, work: Sequence[Work], share_s: float, most_s: float
     ) -> tuple[dict[int, int], float]:
-        """One owner's part of a step, of about `share_s`, and its expected seconds.
+        """One owner's part of a step, and its expected seconds.
+
+        It is about `share_s`, or one round of a text: to batch another row costs little.
 
         Args:
             most_s: what a shortest chunk may take.

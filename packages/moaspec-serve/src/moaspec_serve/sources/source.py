@@ -41,6 +41,13 @@ class Job:
     provisional: bool = False  # whether to report text that is not verified yet
     tenant: str = ""  # owner of the request; tenants share no caches
     client: str = ""  # key whose share of the server it uses; "" if there are not several keys
+    request: str = ""  # its request, which takes turns of its own if there are not several keys
+    priority: int = 0  # among the jobs of one owner the lowest comes first
+
+    @property
+    def owner(self) -> str:
+        """Who takes turns with others."""
+        return f"key {self.client}" if self.client else f"request {self.request}"
 
     @property
     def processors(self) -> tuple[GrammarProcessor, ...]:

@@ -74,6 +74,12 @@ class KVCache:
         return self._data
 
     @property
+    def follows_use(self) -> bool:
+        """Whether rows take memory, and give it back, one by one."""
+        self.reserve(1, 1)
+        return self._reserved is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of memory in use."""
         if self._reserved is None:
