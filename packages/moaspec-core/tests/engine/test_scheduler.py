@@ -57,7 +57,7 @@ class Machine:
         seconds = FIXED_S + number * (TOKEN_S + LOOK_S * context)
         self.clock_s += seconds
         costs.record(number, context, seconds)
-        self.scheduler.charge(tokens, seconds, costs.fixed_s)
+        self.scheduler.charge(costs, tokens, context)
         for owner, own in tokens.items():
             self.served_s[owner] += FIXED_S / len(tokens) + (seconds - FIXED_S) * own / number
 

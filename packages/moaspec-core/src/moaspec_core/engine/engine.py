@@ -276,7 +276,7 @@ class Engine:
         for owner, _, size in read:
             tokens[owner] += size
         costs.record(tokens.total(), looks / tokens.total(), seconds)
-        self.scheduler.charge(tokens, seconds, costs.fixed_s)
+        self.scheduler.charge(costs, tokens, looks / tokens.total())
 
     def _charge_round(
         self, requests: Sequence[RequestState], asked: Sequence[VerifyRequest], seconds: float
@@ -286,7 +286,7 @@ class Engine:
             tokens[request.owner] += len(sent.new_tokens) + len(sent.tree.tokens)
         looks = sum(request.num_verified for request in requests) / len(requests)
         costs.record(len(requests), looks, seconds)
-        self.scheduler.charge(tokens, seconds, costs.fixed_s)
+        self.scheduler.charge(costs, tokens, looks, rows=len(requests))
 
     async def _prefill(self, requests: Sequence[RequestState]) -> list[Event]:
         """Process prompts: one target pass for all of them."""

@@ -147,15 +147,34 @@ class Scheduler:
         self._last.update(dict.fromkeys(taken, self._steps))
         return taken
 
+    def turns(self, owners: Sequence[str]) -> list[str]:
+        """The owners whose requests the next pass takes, in the order given.
+
+        For passes that have limits of their own. `owners` are all that wait.
+        """
+        self._arrive(set(owners))
+        return [owner for owner in owners if owner in self._whose_turn(owners)]
+
     def served_of(self, owner: str) -> float:
         """Seconds of work that an owner was served, or would start from."""
         return self.served.get(owner, self._least)
 
-    def charge(self, tokens: Mapping[str, float], seconds: float, fixed_s: float) -> None:
-        """Charge a pass to its owners: they share its fixed part, and the rest by their tokens."""
-        fixed_s, total = min(fixed_s, seconds), sum(tokens.values())
+    def charge(
+        self, costs: PassCosts, tokens: Mapping[str, int], context: float, rows: int | None = None
+    ) -> None:
+        """Charge a pass to its owners: they share its fixed part, and the rest by their tokens.
+
+        What it should cost counts, and not its own time, which other processes make longer.
+
+        Args:
+            costs: `reading` or `rounds`, where the pass was recorded.
+            context: mean number of tokens that each looks back at.
+            rows: of a round, what `costs` counts; None: tokens.
+        """
+        total = sum(tokens.values())
+        rest_s = (total if rows is None else rows) * costs.token_s(context)
         for owner, own in tokens.items():
-            part = fixed_s / len(tokens) + (seconds - fixed_s) * own / total
+            part = costs.fixed_s / len(tokens) + rest_s * own / total
             self.served[owner] = self.served_of(owner) + part
 
     def _arrive(self, owners: set[str]) -> None:
@@ -192,19 +211,24 @@ class Scheduler:
     def _in_turn(self, by_owner: Mapping[str, list[Work]]) -> dict[int, int]:
         """The step of several owners: equal parts for those that were served least."""
         step_s = STEP_S if self.step_s is None else self.step_s
-        order = sorted(by_owner, key=lambda owner: (self.served[owner], by_owner[owner][0].key))
-        # Owners that differ by less share passes, which saves their fixed part.
-        ahead_s = self.served[order[0]] + max(step_s / 16, self.rounds.seconds(1, 0))
         taken: dict[int, int] = {}
         left_s = step_s
-        for owner in order:
-            if self.served[owner] > ahead_s:
-                break
+        for owner in self._whose_turn([*by_owner]):
             share_s = max(0.0, min(left_s, step_s / len(by_owner)))
             own, spent_s = self._part(by_owner[owner], share_s, left_s if taken else inf)
             taken |= own
             left_s -= spent_s
         return taken
+
+    def _whose_turn(self, owners: Sequence[str]) -> list[str]:
+        """The least served owner, and those after it that differ little.
+
+        These share passes, which saves the fixed part.
+        """
+        order = sorted(owners, key=self.served_of)  # stable: of equal ones in the order given
+        ahead_s = max(STEP_S / 16, self.rounds.seconds(1, 0))
+        least = min(map(self.served_of, owners), default=0.0)
+        return [owner for owner in order if self.served_of(owner) <= least + ahead_s]
 
     def _part(
         self, work: Sequence[Work], share_s: float, most_s: float
