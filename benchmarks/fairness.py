@@ -37,7 +37,7 @@ CHATS = (
     "How many legs has a spider?",
 )
 NEW_TOKENS = 24
-WORDS = "river stone lamp window garden letter music winter engine paper bridge silver".split()
+WORDS = ("river", "stone", "lamp", "window", "garden", "letter", "music", "winter", "engine")
 
 
 @dataclass
@@ -69,7 +69,7 @@ async def served(model: str, port: int, options: list[str]) -> AsyncIterator[Ser
     """A server in a process of its own."""
     environment = {**os.environ, "MOASPEC_API_KEY": " ".join(KEYS)}
     command = [sys.executable, "-m", "moaspec_core", "serve", "--model", model, "--port", str(port)]
-    process = subprocess.Popen([*command, *options], env=environment)
+    process = subprocess.Popen([*command, *options], env=environment)  # noqa: S603 - our own
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
         async with server.client("") as http:
@@ -90,7 +90,7 @@ async def served(model: str, port: int, options: list[str]) -> AsyncIterator[Ser
 
 def long_prompt(number: int, words: int) -> str:
     """A text that shares no beginning with another."""
-    draw = random.Random(number)
+    draw = random.Random(number)  # noqa: S311 - words, no secret
     return f"{number} " + " ".join(draw.choice(WORDS) for _ in range(words))
 
 
@@ -237,6 +237,7 @@ async def watch(server: Server, seconds: float, least: int = 4) -> Seen:
 
 
 async def beside(server: Server, flood: Flood, seconds: float) -> Seen:
+    """What is seen while a flood goes on."""
     tasks = [asyncio.ensure_future(task) for task in flood(server)]
     await asyncio.sleep(3.0)
     try:
@@ -248,6 +249,7 @@ async def beside(server: Server, flood: Flood, seconds: float) -> Seen:
 
 
 def row(name: str, seen: Seen, quiet: dict[str, str], server: Server) -> dict[str, Any]:
+    """A line of the result; prints it."""
     found = {
         "flood": name,
         "chats": len(seen.texts),
@@ -262,6 +264,7 @@ def row(name: str, seen: Seen, quiet: dict[str, str], server: Server) -> dict[st
 
 
 async def main(args: argparse.Namespace) -> None:
+    """Each flood has a server of its own."""
     rows = []
     for name in args.floods:
         async with served(args.model, args.port, args.options) as server:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -22,7 +22,7 @@ class Machine:
     scheduler: Scheduler = field(default_factory=lambda: Scheduler(256))
     texts: dict[int, Work] = field(default_factory=dict)
     clock_s: float = 0.0
-    served_s: Counter[str] = field(default_factory=Counter)
+    served_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     longest_s: float = 0.0
     rounds: Counter[int] = field(default_factory=Counter)
 
@@ -49,7 +49,11 @@ class Machine:
             self.texts[one.key] = replace(one, context=one.context + 1)
             self.rounds[one.key] += 1
         self.longest_s = max(
-            [self.longest_s, *((self.served_s - before).values()), self.clock_s - began_s]
+            [
+                self.longest_s,
+                *(seconds - before.get(owner, 0.0) for owner, seconds in self.served_s.items()),
+                self.clock_s - began_s,
+            ]
         )
         return plan
 

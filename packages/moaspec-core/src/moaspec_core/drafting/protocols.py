@@ -79,6 +79,8 @@ class VerifyResult:
             waited, and a loaded server drops some.
         num_read_again: verified tokens that were processed again, because a target with recurrent
             states cannot go on from everywhere.
+        process_s: seconds of processor time of the request's own logits processors, which are its
+            owner's work.
     """
 
     accepted: tuple[int, ...]
@@ -90,6 +92,7 @@ class VerifyResult:
     tree: DraftTree | None = None
     pass_s: float | None = None
     num_read_again: int = 0
+    process_s: float = 0.0
 
 
 class Verifier(Protocol):

@@ -393,6 +393,7 @@ class Engine:
         """Append the verified tokens to each request; end complete requests."""
         events: list[Event] = []
         for request, sent, result in zip(requests, asked, verified, strict=True):
+            self.scheduler.charge_seconds(request.owner, result.process_s)
             if self._proposer is not None and result.features is not None:
                 with plain_torch():
                     self._proposer.append_features(request.cache_row, result.features)

@@ -177,6 +177,10 @@ class Scheduler:
             part = costs.fixed_s / len(tokens) + rest_s * own / total
             self.served[owner] = self.served_of(owner) + part
 
+    def charge_seconds(self, owner: str, seconds: float) -> None:
+        """Charge an owner for work that is its own, such as masks of a grammar."""
+        self.served[owner] = self.served_of(owner) + seconds
+
     def _arrive(self, owners: set[str]) -> None:
         """Lift the counters of owners that come or return."""
         staying = [self.served[owner] for owner in owners & self._present]

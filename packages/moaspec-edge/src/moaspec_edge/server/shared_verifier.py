@@ -369,6 +369,7 @@ class SharedVerifier:
             if job.answer.done():
                 continue
             if isinstance(answer, VerifyResult):
+                self.scheduler.charge_seconds(job.owner, answer.process_s)
                 if job.rest is not None:
                     job.request, job.rest = job.rest, None
                     self._jobs.append(job)  # behind other prompts of this owner

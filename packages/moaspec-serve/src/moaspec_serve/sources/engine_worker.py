@@ -10,14 +10,14 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moaspec.generation.renewal import QUIET_S, RENEWAL_S, Renew, Renewal
 from moaspec_core.engine.cache_room import CacheRoom, CacheRow
 from moaspec_core.engine.engine import Engine, context_message
 from moaspec_core.engine.request_state import Event, GenerationResult
-from moaspec_core.engine.scheduler import Work
+from moaspec_core.engine.scheduler import STEP_S, Work
 from moaspec_core.errors import BusyError, ContextError, InputError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.process_memory import end_idle_threads, return_freed_memory
@@ -25,8 +25,10 @@ from moaspec_core.sampling.token_ids import common_length
 from moaspec_serve.sources.source import (
     Job,
     Load,
+    OwnerWork,
     Places,
     SourceLimits,
+    StepCounts,
     Update,
     client_share,
     entry_to_evict,
@@ -134,6 +136,10 @@ class EngineWorker:
         self._active: dict[int, QueuedJob] = {}
         self._resting: set[int] = set()  # handles of active jobs without keys, which wait for room
         self.rows_set_back = 0
+        self._num_steps, self._steps_s, self._long_steps = 0, 0.0, 0
+        self._read: Counter[str] = Counter()  # tokens by `Job.owner_label`, as the next two
+        self._written: Counter[str] = Counter()
+        self._cache_bytes: Counter[str] = Counter()  # bytes before the latest step
         self._parked: list[_Parked] = []
         # Largest number of rows and slots that the cache held; (0, 0): it is empty.
         self._high = (0, 0)
@@ -155,6 +161,29 @@ class EngineWorker:
     def load(self) -> Load:
         active = len(self._active)
         return Load(active, max(self._places.taken - active, 0))
+
+    @property
+    def steps(self) -> StepCounts:
+        """Totals; another thread may ask for them."""
+        active = Counter(one.job.owner_label for one in list(self._active.values()))
+        waiting = Counter(one.job.owner_label for one in list(self._waiting))
+        names = {*active, *waiting, *list(self._read), *list(self._written)}
+        return StepCounts(
+            steps=self._num_steps,
+            seconds=self._steps_s,
+            long_steps=self._long_steps,
+            rows_set_back=self.rows_set_back,
+            owners={
+                name: OwnerWork(
+                    active=active[name],
+                    waiting=waiting[name],
+                    read_tokens=self._read[name],
+                    written_tokens=self._written[name],
+                    cache_bytes=self._cache_bytes[name],
+                )
+                for name in names
+            },
+        )
 
     def submit(self, batch: Sequence[QueuedJob]) -> None:
         """Accept all jobs or none; BusyError for too many, InputError for too large ones."""
@@ -236,12 +265,20 @@ class EngineWorker:
         try:
             self._admit()
             plan = self._plan()
+            started_s = time.monotonic()
             for event in self._engine.step(plan):
+                self._written[self._active[event.handle].job.owner_label] += len(event.token_ids)
                 self._report(event)
+            self._count_step(time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
             for queued in [one for handle, one in self._active.items() if handle in plan]:
                 self._leave(queued)
                 self._end(queued, error)
+
+    def _count_step(self, seconds: float) -> None:
+        self._num_steps += 1
+        self._steps_s += seconds
+        self._long_steps += seconds > STEP_S
 
     def _plan(self) -> dict[int, int]:
         """What the next step contains, after what it needs has found room in the cache."""
@@ -251,7 +288,9 @@ class EngineWorker:
         jobs = [queued.job for queued in self._waiting if queued.job.owner not in owners]
         waiting = [Work(key=-1, owner=owner, ready=False) for owner in {job.owner for job in jobs}]
         if not self._room.follows_use:
-            return scheduler.next_step([*active, *waiting])
+            plan = scheduler.next_step([*active, *waiting])
+            self._count_work(active, plan)
+            return plan
         rows = [self._cache_row(one, 0) for one in active]
         self._evict_for(sum(row.needed for row in rows))
         room = CacheRoom(self._limits.cache_bytes - self._kept_bytes)
@@ -265,7 +304,17 @@ class EngineWorker:
             self._resting.add(handle)
             plan.pop(handle, None)
             self.rows_set_back += 1
+        self._count_work(active, plan)
         return plan
+
+    def _count_work(self, works: Sequence[Work], plan: Mapping[int, int]) -> None:
+        """Count what the step reads, and the memory of each owner."""
+        held: Counter[str] = Counter()
+        for one in works:
+            label = self._active[one.key].job.owner_label
+            held[label] += self._room.of(one.context) if one.context else 0
+            self._read[label] += plan.get(one.key, 0) if one.unread else 0
+        self._cache_bytes = held
 
     def _cache_row(self, work: Work, taken: int) -> CacheRow:
         waits = work.key in self._resting

@@ -23,7 +23,16 @@ from moaspec_core.engine.scheduler import STEP_S
 from moaspec_core.errors import InputError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, RowBytes, WorkerLimits
-from moaspec_serve.sources.source import Cancel, Job, Load, Report, SourceInfo, TextSource, Update
+from moaspec_serve.sources.source import (
+    Cancel,
+    Job,
+    Load,
+    Report,
+    SourceInfo,
+    StepCounts,
+    TextSource,
+    Update,
+)
 
 if TYPE_CHECKING:
     from moaspec_train.learning_process import LearningProcess, LearningStatus
@@ -150,6 +159,10 @@ class LocalSource(TextSource):
     @property
     def learning(self) -> LearningStatus | None:
         return None if self._learning is None else self._learning.status
+
+    @property
+    def steps(self) -> StepCounts:
+        return self._worker.steps
 
     @property
     def load(self) -> Load:
