@@ -61,8 +61,8 @@ class CacheRoom:
     def set_back(self, rows: Sequence[CacheRow], admitted: Sequence[int]) -> list[int]:
         """Texts to set back so that the others fit.
 
-        Of the owner that holds most beyond its share the one that came last. The last text that
-        is left is never set back, nor one that was just admitted.
+        The newest text of the owner that holds most goes first. The last text that is left is never
+        set back, nor is one that was just admitted.
         """
         holding = [row for row in rows if not row.waits or row.key in admitted]
         found: list[int] = []
@@ -77,7 +77,7 @@ class CacheRoom:
         return found
 
     def _has_its_turn(self, row: CacheRow, used: Counter[str], served: Mapping[str, float]) -> bool:
-        """Whether an owner without room was served much less than one that has some."""
+        """Whether an owner without room was served much less than another with room."""
         if used[row.owner]:
             return False
         most = max(served.get(owner, 0.0) for owner in used if used[owner] or owner == row.owner)

@@ -21,6 +21,10 @@ import numpy as np
 STEP_S = 0.15
 """Seconds that a step lasts at most while another owner may wait."""
 
+READING_STEPS = 3
+"""Steps with prompts of an owner alone in which its other texts decode once: rounds of few texts
+cost nearly as much as those of the whole batch."""
+
 MIN_CHUNK = 64
 """Least tokens of a chunk, unless a prompt has fewer. Kernels read shorter chunks at a lower speed,
 as each one reads all weights."""
@@ -65,7 +69,7 @@ class PassCosts:
         self._parts = self._assumed
 
     def record(self, tokens: int, context: float, seconds: float) -> None:
-        """Record a pass over so many tokens.
+        """Record a pass.
 
         Args:
             context: mean number of tokens that each looks back at.
@@ -123,6 +127,7 @@ class Scheduler:
         self._present: set[str] = set()
         self._least = 0.0
         self._steps = 0
+        self._next_round = 0  # when texts of an owner alone next decode beside its prompts
         self._last: dict[int, int] = {}  # by key, the latest step that it took part in
 
     def next_step(self, work: Sequence[Work]) -> dict[int, int]:
@@ -201,7 +206,11 @@ class Scheduler:
         """The step of an owner alone: all rounds, and a step's time of prompts."""
         taken = {one.key: 1 for one in work if not one.unread}
         if self.step_s is not None:
-            return taken | self._read(work, self.step_s, inf)[0]
+            read = self._read(work, self.step_s, inf)[0]
+            if read and self._steps < self._next_round:
+                return read
+            self._next_round = self._steps + READING_STEPS
+            return taken | read
         most = left = self._prompt_tokens if taken else sys.maxsize
         chunked = False
         for one in work:
@@ -213,7 +222,7 @@ class Scheduler:
         return taken
 
     def _in_turn(self, by_owner: Mapping[str, list[Work]]) -> dict[int, int]:
-        """The step of several owners: equal parts for those that were served least."""
+        """The step of several owners: equal parts for the least served."""
         step_s = STEP_S if self.step_s is None else self.step_s
         taken: dict[int, int] = {}
         left_s = step_s
