@@ -242,7 +242,8 @@ def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:
         drafting,
         target=target,
     )
-    decode(engine, tiny.PROMPTS[2], max_new_tokens=16)
+    engine.add(tiny.PROMPTS[2], max_new_tokens=16, shape=Chain(3), keep=True)
+    finish(engine)
     ids = torch.tensor([text[:26]])
     expected = target.capture(ids, torch.ones_like(ids)).kv_BTLK[0]
     assert_close(verifier.cache.features(0, 0, 26)[0], expected, **tiny.TOLERANCE)
