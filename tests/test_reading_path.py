@@ -19,6 +19,7 @@ PATH = {
     "moaspec/model/layers.py",
     "moaspec_core/engine/engine.py",
     "moaspec_core/engine/request_state.py",
+    "moaspec_core/engine/scheduler.py",
     "moaspec_core/drafting/protocols.py",
     "moaspec/drafting/tree_proposer.py",
     "moaspec/drafting/moa_proposer.py",

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,3 +194,16 @@ def test_a_grammar_that_compiled_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     made._known.clear()  # as when many others have come since
     monkeypatch.setattr(subprocess, "run", None)
     made.compiled(first.text)
+
+
+def test_a_mask_of_more_than_a_step_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place takes a fifth of a second; the text may only end, and that is an error."""
+    made = grammars().json_schema(SCHEMA)
+    now_s = itertools.count(0.0, 0.2)
+    clock = SimpleNamespace(thread_time=lambda: next(now_s))
+    monkeypatch.setattr("moaspec_core.sampling.grammar.time", clock)
+    processor = made.processor(0)
+    for text in ('"a', '"ab'):
+        assert allowed_after(processor, text) == {"<|end|>"}
+    with pytest.raises(InputError, match=r"within 0.15 s"):
+        made.check_ended([*ids('"a'), serving.END])

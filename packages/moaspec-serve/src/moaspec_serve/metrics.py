@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moaspec_core.engine.scheduler import STEP_S
 from moaspec_serve.openai.token_counts import TokenCounts
 from moaspec_serve.sources.source import TextSource
 
@@ -20,6 +21,7 @@ class Metrics:
     def __init__(self, source: TextSource) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Gauges(source))
+        self.registry.register(_Steps(source))
         self._requests = Counter(
             "moaspec_requests", "Texts asked for.", ["endpoint", "outcome"], registry=self.registry
         )
@@ -114,3 +116,33 @@ class _Gauges(Collector):
             )
             made.add_metric([self._source.info.name], value)
             yield made
+
+
+class _Steps(Collector):
+    """What the scheduler did. Owners are named by hashes of their keys."""
+
+    def __init__(self, source: TextSource) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._source.steps
+        if counts is None:
+            return
+        for name, what, total in (
+            ("steps", "Steps of the engine.", counts.steps),
+            ("step_seconds", "Seconds of all steps.", counts.seconds),
+            ("long_steps", f"Steps of more than {STEP_S:g} s.", counts.long_steps),
+            ("rows_set_back", "Texts whose keys were dropped for room.", counts.rows_set_back),
+        ):
+            yield CounterMetricFamily(f"moaspec_{name}", what, value=total)
+        for kind, name, what, read in (
+            (GaugeMetricFamily, "active_texts", "Texts in decoding.", "active"),
+            (GaugeMetricFamily, "waiting_texts", "Texts that wait for a place.", "waiting"),
+            (CounterMetricFamily, "read_tokens", "Tokens read.", "read_tokens"),
+            (CounterMetricFamily, "written_tokens", "Tokens written.", "written_tokens"),
+            (GaugeMetricFamily, "cache_bytes", "Keys and values.", "cache_bytes"),
+        ):
+            family = kind(f"moaspec_owner_{name}", what, labels=["owner"])
+            for owner, work in sorted(counts.owners.items()):
+                family.add_metric([owner], getattr(work, read))
+            yield family

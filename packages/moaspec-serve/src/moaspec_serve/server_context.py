@@ -198,7 +198,7 @@ class ServerContext:
                 "allow nothing. Leave one of them out.",
                 param="ignore_eos",
             )
-        sampling = self._sampling(body, logprobs)
+        sampling, name = self._sampling(body, logprobs), fresh_id("request")
         return [
             Job(
                 prompt_ids=tuple(prompt),
@@ -214,6 +214,8 @@ class ServerContext:
                 provisional=body.extension.provisional,
                 tenant=request.state.tenant,
                 client=request.state.client,
+                request=name,
+                priority=body.priority or 0,
             )
             for prompt in prompts
             for choice in range(body.num_choices)

@@ -27,6 +27,10 @@ from moaspec_serve.sources.source import TextSource
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # loopback names in the `Host` header
 HEAD_TIMEOUT_S = 30.0  # maximum time to receive a request's first line and headers
+MAX_HEAD_BYTES = 16 << 10  # of a request's first line and headers, as uvicorn has
+FREE_CHUNKS, CHUNK_BYTES = 256, 256
+"""Chunks that a body may have, and bytes for each further one."""
+REFUSED_S = 1.0  # time after which a body of more chunks is refused
 GRACE_S = 5.0  # time that running answers have to finish when the server shuts down
 ABSOLUTE = re.compile(rb"https?://([^/?#]*)(/.*)?$", re.IGNORECASE | re.DOTALL)
 ERROR_S = 5.0  # additional time to send an error to the clients of unfinished answers
@@ -71,13 +75,46 @@ def serve(
         ) from error
 
 
+class FewChunks(h11.Connection):
+    """A connection whose requests may have few small chunks.
+
+    Each chunk costs as much as a kilobyte, so that bodies in chunks of a byte would keep all others
+    waiting, before the key is known and after.
+
+    Attributes:
+        refused: whether a request had too many.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self.refused = False
+        self._room = FREE_CHUNKS * CHUNK_BYTES
+
+    def next_event(self) -> Any:
+        """See h11; RemoteProtocolError for too many small chunks."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._room += len(event.data) - CHUNK_BYTES
+            if self._room < 0:
+                self.refused = True
+                raise h11.RemoteProtocolError("too many small chunks")
+        elif isinstance(event, h11.Request):
+            self._room = FREE_CHUNKS * CHUNK_BYTES
+        return event
+
+
 class HeadDeadline(H11Protocol):
-    """Uvicorn's protocol with a deadline for request headers and a limit per address.
+    """Uvicorn's protocol with limits: headers have a deadline, addresses and chunks a number.
 
     Without the deadline, idle connections would occupy `MAX_HTTP_CONNECTIONS` forever.
     """
 
+    conn: FewChunks
     _deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = FewChunks()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection unless its address has too many."""
@@ -88,8 +125,26 @@ class HeadDeadline(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.refused:
+            return
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer late where chunks were refused, so that the next attempt comes late, too."""
+        if not self.conn.refused:
+            super().send_400_response(msg)
+            return
+        self.transport.pause_reading()
+        self.loop.call_later(REFUSED_S, self._refuse)
+
+    def _refuse(self) -> None:
+        text = f"A body may have {FREE_CHUNKS} chunks, and one more for {CHUNK_BYTES} bytes each."
+        if self.transport.is_closing():
+            return
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
+            super().send_400_response(text)
+        self.transport.close()
 
     def handle_events(self) -> None:
         """Drop line ends before a request line, as RFC 9112 (2.2) asks for; h11 refuses them.
@@ -99,7 +154,7 @@ class HeadDeadline(H11Protocol):
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             data, _ = self.conn.trailing_data
             if data.startswith((b"\r", b"\n")):
-                self.conn = h11.Connection(h11.SERVER)
+                self.conn = FewChunks()
                 # Without data h11 would take the connection for closed.
                 if rest := data.lstrip(b"\r\n"):
                     self.conn.receive_data(rest)

@@ -486,6 +486,10 @@ def test_metrics_have_no_text(http: httpx.Client) -> None:
     text = http.get("/metrics").text
     assert 'moaspec_requests_total{endpoint="chat",outcome="done"}' in text
     assert "moaspec_active_texts 0.0" in text
+    assert 'moaspec_owner_active_texts{owner="requests"} 0.0' in text
+    assert 'moaspec_owner_read_tokens_total{owner="requests"}' in text
+    assert "moaspec_rows_set_back_total 0.0" in text
+    assert "moaspec_steps_total" in text
     assert secret not in text
 
 

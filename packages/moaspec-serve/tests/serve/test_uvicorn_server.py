@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from commands import text_target
 from edges import Edge
 from free_port import free_port
 from moaspec_serve.sources.source import TextSource
+from moaspec_serve.uvicorn_server import CHUNK_BYTES, FREE_CHUNKS
 from serving import LONGEST, MODEL, Served, own_text, say
 
 pytestmark = pytest.mark.usefixtures("patient_link")
@@ -113,3 +116,20 @@ def answers(http: httpx.Client) -> bool:
         return http.get("/health").status_code == 200
     except httpx.ConnectError:
         return False
+
+
+def test_a_body_of_many_small_chunks_is_refused_and_of_some_is_not() -> None:
+    """Each chunk takes as long as a kilobyte, whether or not a key was sent."""
+    with serving.serving(serving.source(drafter=False)) as served, served.http() as http:
+
+        def post(chunks: Iterable[bytes]) -> httpx.Response:
+            headers = {"content-type": "application/json"}
+            return http.post("/v1/completions", content=iter(chunks), headers=headers)
+
+        body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
+        pieces = [body[i : i + 1] for i in range(len(body))]
+        assert post([*pieces, *[b" "] * (FREE_CHUNKS - len(pieces) - 1)]).status_code == 200
+        assert post([body, *[b" " * CHUNK_BYTES] * (2 * FREE_CHUNKS)]).status_code == 200
+        with suppress(httpx.WriteError):  # where the client is still writing
+            assert post([*pieces, *[b" "] * 2 * FREE_CHUNKS]).status_code == 400
+        assert post([body]).status_code == 200

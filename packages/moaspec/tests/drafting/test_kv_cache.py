@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +18,18 @@ from moaspec.drafting.kv_cache import (
     prefix_mask,
     tree_mask,
 )
+from moaspec.drafting.reserved_memory import PAGE, ReservedMemory
 from moaspec.model.layers import masked_attention
 
 LAYERS, HEADS, DIM = 2, 3, 4
 CPU = torch.device("cpu")
 TARGET = SimpleNamespace(
-    num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    dtype=torch.float32,
+    device=CPU,
+    max_positions=4096,
 )
 
 
@@ -45,22 +52,80 @@ def read(cache: KVCache, row: int, start: int, stop: int) -> tuple[Tensor, Tenso
     return key_LHTD, value_LHTD
 
 
-def test_capacity_grows_in_buckets_and_keeps_what_is_stored() -> None:
+@pytest.fixture(params=["reserved", "copied"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Caches as on Linux, and as where the system reserves no memory."""
+    if request.param == "copied":
+        monkeypatch.setattr(ReservedMemory, "reserve", lambda *_: None)
+    elif ReservedMemory.reserve(1 << 20, 1) is None:
+        pytest.skip("this system reserves no memory")
+    return str(request.param)
+
+
+def test_capacity_grows_in_buckets_and_keeps_what_is_stored(memory: str) -> None:
     cache = empty_cache()
     assert cache.num_bytes == 0
     cache.reserve(2, 3)
-    per_slot = LAYERS * 2 * HEADS * DIM * 4
-    assert cache.num_bytes == 2 * SLOT_BUCKET * per_slot
+    assert cache.data.shape[2:5:2] == (2, SLOT_BUCKET)
     key, value = some_kv(LAYERS, 3)
     cache.append(1, 0, key, value)
+    before = cache.data.data_ptr()
     cache.reserve(5, SLOT_BUCKET + 1)
-    assert cache.num_bytes == 5 * 2 * SLOT_BUCKET * per_slot
+    assert cache.data.shape[2:5:2] == (5, 2 * SLOT_BUCKET)
+    assert (cache.data.data_ptr() == before) == (memory == "reserved")
     got_key, got_value = read(cache, 1, 0, 3)
     assert_close(got_key, key, rtol=0, atol=0)
     assert_close(got_value, value, rtol=0, atol=0)
-    before = cache.num_bytes
+    shape = cache.data.shape
     cache.reserve(1, 1)
-    assert cache.num_bytes == before
+    assert cache.data.shape == shape
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def test_memory_follows_use(memory: str) -> None:
+    """Row by row; what is given back reads as zeros, and the rest stays."""
+    if memory == "copied":
+        pytest.skip("its memory is the rectangle of rows and slots")
+    slots, target = 60_000, SimpleNamespace(**{**vars(TARGET), "max_positions": 100_000})
+    cache = KVCache(target)
+    cache.reserve(40, slots)
+    before = resident_bytes()
+    for row in (3, 30):
+        key, value = some_kv(LAYERS, slots, seed=row)
+        cache.append(row, 0, key, value)
+    used = 2 * slots * cache.slot_bytes
+    assert used <= cache.num_bytes <= 1.01 * used
+    del key, value
+    assert resident_bytes() - before >= 0.9 * used
+    cache.give_back(30, 1000)
+    cache.give_back(3)
+    assert 1000 * cache.slot_bytes <= cache.num_bytes <= 2000 * cache.slot_bytes
+    assert resident_bytes() - before <= 0.5 * used
+    assert_close(read(cache, 30, 0, 1000), some_kv_start(slots, 1000, 30), rtol=0, atol=0)
+    assert not read(cache, 3, 0, slots)[0].any()
+    cache.append(3, 0, *some_kv(LAYERS, 9))
+    assert_close(read(cache, 3, 0, 9), some_kv(LAYERS, 9), rtol=0, atol=0)
+
+
+def some_kv_start(tokens: int, shown: int, seed: int) -> tuple[Tensor, Tensor]:
+    key, value = some_kv(LAYERS, tokens, seed)
+    return key[:, :, :shown], value[:, :, :shown]
+
+
+def test_rows_beyond_the_address_space_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moaspec.drafting.kv_cache.MAX_ROWS", 2)
+    cache = empty_cache(2, 4)
+    key, value = some_kv(LAYERS, 3)
+    cache.append(1, 0, key, value)
+    cache.reserve(3, 4)
+    assert_close(read(cache, 1, 0, 3), (key, value), rtol=0, atol=0)
+    cache.append(2, 0, key, value)
+    cache.give_back(1)
+    assert_close(read(cache, 2, 0, 3), (key, value), rtol=0, atol=0)
 
 
 def test_what_grew_inside_inference_mode_is_written_outside() -> None:
@@ -89,7 +154,7 @@ def test_release_gives_all_memory_back() -> None:
     cache = empty_cache(2, 20)
     cache.release()
     assert cache.num_bytes == 0
-    cache.reserve(1, 1)
+    cache.append(0, 0, *some_kv(LAYERS, 1))
     assert cache.num_bytes > 0
 
 

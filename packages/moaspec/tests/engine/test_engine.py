@@ -242,7 +242,8 @@ def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:
         drafting,
         target=target,
     )
-    decode(engine, tiny.PROMPTS[2], max_new_tokens=16)
+    engine.add(tiny.PROMPTS[2], max_new_tokens=16, shape=Chain(3), keep=True)
+    finish(engine)
     ids = torch.tensor([text[:26]])
     expected = target.capture(ids, torch.ones_like(ids)).kv_BTLK[0]
     assert_close(verifier.cache.features(0, 0, 26)[0], expected, **tiny.TOLERANCE)
@@ -341,7 +342,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     running, long, short = (
         engine.add(tiny.PROMPTS[i], max_new_tokens=tiny.NEW_TOKENS) for i in (0, 2, 3)
     )
-    engine.step({running})
+    engine.step({running: len(tiny.PROMPTS[0])})
     assert [event.handle for event in engine.step()] == [short, running]
     while not engine.result(long).token_ids:
         engine.step()

@@ -80,6 +80,8 @@ class VerifyResult:
             waited, and a loaded server drops some.
         num_read_again: verified tokens that were processed again, because a target with recurrent
             states cannot go on from everywhere.
+        process_s: seconds of processor time of the request's own logits processors, which are its
+            owner's work.
     """
 
     accepted: tuple[int, ...]
@@ -91,6 +93,7 @@ class VerifyResult:
     tree: DraftTree | None = None
     pass_s: float | None = None
     num_read_again: int = 0
+    process_s: float = 0.0
 
 
 class Verifier(Protocol):
@@ -201,6 +204,11 @@ class CachingProposer(Proposer):
 
     prompt_window: int = 0
     usual_shape: Tree = DEFAULT_TREE
+
+    @property
+    def caches(self) -> list[Any]:
+        """Its `KVCache`s, one row for each row of the target's."""
+        return []
 
     def encode_and_append(self, cache: Any, row: int, tokens: range) -> bool:
         """Encode newly verified tokens of one row and store their features, in one call.

@@ -6,7 +6,8 @@ itself chooses, and emits them.
 """
 
 import time
-from collections.abc import Collection, Coroutine, Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -27,6 +28,7 @@ from moaspec_core.engine.request_state import (
     Shape,
     StopReason,
 )
+from moaspec_core.engine.scheduler import Scheduler, Work
 from moaspec_core.errors import ContextError, InputError, PromptError
 from moaspec_core.policy.cost_model import KnownCosts
 from moaspec_core.policy.ngram_branches import NgramBranches
@@ -53,6 +55,11 @@ class Engine:
         target: gives vocabulary size, context length, the lengths at which cached keys become
             invalid (rotary switches), and the tokenizer that stop strings need.
         max_positions: the longest text, where it is shorter than the target's context.
+        step_s: seconds of a step; None where all requests are one user's, who waits for the last
+            of them.
+
+    Attributes:
+        scheduler: chooses what each step contains.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class Engine:
         *,
         target: TargetInfo,
         max_positions: int | None = None,
+        step_s: float | None = None,
     ) -> None:
         self._verifier, self._proposer = verifier, proposer
         rules = PositionRules.of(target, max_positions)
@@ -72,6 +80,7 @@ class Engine:
         self._kept: dict[int, RequestState] = {}
         self._ended: dict[int, GenerationResult] = {}
         self._next_handle = 0
+        self.scheduler = Scheduler(verifier.prompt_tokens, step_s)
 
     @property
     def num_active(self) -> int:
@@ -90,6 +99,8 @@ class Engine:
         sampling: SamplingParams = GREEDY,
         keep: bool = False,
         after: int | None = None,
+        owner: str = "",
+        priority: int = 0,
     ) -> int:
         """Let a request join; the next `step` processes its prompt.
 
@@ -106,6 +117,8 @@ class Engine:
                 it, or until `forget`.
             after: handle of an ended request that was kept. Its cache row is taken over, and the
                 tokens that both texts begin with are not computed again.
+            owner: owners take turns by the work that they were served.
+            priority: among the requests of one owner the lowest comes first.
 
         Returns:
             A handle that events carry.
@@ -137,6 +150,8 @@ class Engine:
             branches=None if free_branches is None else NgramBranches(free_branches),
             sampling=sampling,
             keep=keep,
+            owner=owner,
+            priority=priority,
             window=self._verifier.prompt_window,
         )
         if old is not None:
@@ -158,6 +173,19 @@ class Engine:
         request = self._active[handle]
         self._finish(request, "aborted")
         return request.result
+
+    def set_back(self, handle: int) -> None:
+        """Drop the keys of an active request; it is read again when a step next takes it.
+
+        Its text, and what it goes on with, stay the same. InputError where none is active.
+        """
+        if handle not in self._active:
+            raise InputError(f"Request {handle} is not active: it has ended, or never joined.")
+        request = self._active[handle]
+        self._close(request)
+        request.num_verified = 0
+        if not request.prefilled:
+            request.result.num_reused_tokens = 0
 
     def abort_all(self) -> None:
         """End every request at once."""
@@ -191,55 +219,79 @@ class Engine:
         finally:
             self.abort_all()
 
-    def step(self, only: Collection[int] | None = None) -> list[Event]:
+    def step(self, plan: Mapping[int, int] | None = None) -> list[Event]:
         """`astep` for a verifier that answers at once, such as the local one."""
-        return run_now(self.astep(only))
+        return run_now(self.astep(plan))
 
-    async def astep(self, only: Collection[int] | None = None) -> list[Event]:
-        """Process new prompts and advance every other request by one round.
+    def work(self) -> list[Work]:
+        """What each request needs next; handles are the keys."""
+        return [
+            Work(
+                key=request.handle,
+                owner=request.owner,
+                unread=request.num_unread,
+                context=request.num_verified,
+                priority=request.priority,
+                whole=self._verifier.reads_whole,
+            )
+            for request in self._active.values()
+            if request.max_new_tokens
+        ]
 
-        Prompts are processed in parts while others decode; see `LocalVerifier.prompt_tokens`.
+    async def astep(self, plan: Mapping[int, int] | None = None) -> list[Event]:
+        """Read prompts, or chunks of them, and advance requests that decode by one round.
 
         Args:
-            only: handles of the requests that take part; the others wait. None: all.
+            plan: by handle, tokens to read, and any number for requests that decode; the others
+                wait. None: by the scheduler.
         """
+        if plan is None:
+            plan = self.scheduler.next_step(self.work())
         ended = self._end_empty()
         # In the order of cache rows: adjacent rows are read without a copy.
         requests = sorted(self._active.values(), key=lambda request: request.cache_row)
-        if only is not None:
-            requests = [request for request in requests if request.handle in only]
-        new = [request for request in requests if not request.prefilled]
-        running = [request for request in requests if request.prefilled]
-        if new and running:
-            new = await self._next_prompts(new)
-        prefilled = await self._prefill(new) if new else []
+        requests = [request for request in requests if request.handle in plan]
+        running = [request for request in requests if not request.num_unread]
+        reading = [request for request in requests if request.num_unread]
+        last = [request for request in reading if plan[request.handle] >= request.num_unread]
+        for request in reading:
+            if plan[request.handle] < request.num_unread:
+                await self._read_chunk(request, plan[request.handle])
+        prefilled = await self._prefill(last) if last else []
         return ended + prefilled + (await self._round(running) if running else [])
 
-    async def _next_prompts(self, requests: Sequence[RequestState]) -> list[RequestState]:
-        """Prefill a chunk of the oldest long prompt; returns the oldest requests that fit whole."""
-        left = most = self._verifier.prompt_tokens
-        whole: list[RequestState] = []
-        chunked = False
-        for request in sorted(requests, key=lambda r: r.handle):
-            size = len(request.token_ids) - request.num_verified
-            if size <= most:
-                left -= size
-                whole += [request] if left >= 0 else []
-            elif not chunked:
-                chunked = True
-                await self._prefill_chunk(request, most)
-        return sorted(whole, key=lambda request: request.cache_row)
-
-    async def _prefill_chunk(self, request: RequestState, size: int) -> None:
+    async def _read_chunk(self, request: RequestState, size: int) -> None:
         started_s = time.perf_counter()
-        (result,) = await self._verifier.verify([request.prompt_chunk(size)])
+        (result,) = await self._verifier.verify([request.text_chunk(size)])
+        elapsed_s = time.perf_counter() - started_s
+        self._charge_reading([(request.owner, request.num_verified, size)], elapsed_s)
         request.num_verified += size
         request.result.num_reused_tokens -= result.num_read_again
-        request.result.timing.prefill_s += time.perf_counter() - started_s
+        request.result.timing.prefill_s += elapsed_s
+
+    def _charge_reading(self, read: Sequence[tuple[str, int, int]], seconds: float) -> None:
+        """Charge a pass that read; by text its owner, the tokens before, and those of the pass."""
+        costs, tokens = self.scheduler.reading, Counter[str]()
+        looks = sum(size * (start + size / 2) for _, start, size in read)
+        for owner, _, size in read:
+            tokens[owner] += size
+        costs.record(tokens.total(), looks / tokens.total(), seconds)
+        self.scheduler.charge(costs, tokens, looks / tokens.total())
+
+    def _charge_round(
+        self, requests: Sequence[RequestState], asked: Sequence[VerifyRequest], seconds: float
+    ) -> None:
+        costs, tokens = self.scheduler.rounds, Counter[str]()
+        for request, sent in zip(requests, asked, strict=True):
+            tokens[request.owner] += len(sent.new_tokens) + len(sent.tree.tokens)
+        looks = sum(request.num_verified for request in requests) / len(requests)
+        costs.record(len(requests), looks, seconds)
+        self.scheduler.charge(costs, tokens, looks, rows=len(requests))
 
     async def _prefill(self, requests: Sequence[RequestState]) -> list[Event]:
         """Process prompts: one target pass for all of them."""
         started_s = time.perf_counter()
+        read = [(r.owner, r.num_verified, r.num_unread) for r in requests]
         for request in requests:
             self._begin_policy(request)
         prompts = [
@@ -249,6 +301,7 @@ class Engine:
         verified = await self._verifier.verify(prompts)
         events = self._emit(requests, prompts, verified)
         elapsed_s = time.perf_counter() - started_s
+        self._charge_reading(read, elapsed_s)
         for request, result in zip(requests, verified, strict=True):
             request.result.timing.prefill_s += elapsed_s
             request.result.num_reused_tokens -= result.num_read_again
@@ -265,6 +318,7 @@ class Engine:
         verified = await self._verifier.verify(asked)
         events = self._emit(requests, asked, verified)
         verify_s = time.perf_counter() - drafted_s
+        self._charge_round(requests, asked, drafted_s - started_s + verify_s)
         for request in requests:
             request.add_seconds(drafted_s - started_s, verify_s, verified)
         if times is not None:
@@ -339,6 +393,7 @@ class Engine:
         """Append the verified tokens to each request; end complete requests."""
         events: list[Event] = []
         for request, sent, result in zip(requests, asked, verified, strict=True):
+            self.scheduler.charge_seconds(request.owner, result.process_s)
             if self._proposer is not None and result.features is not None:
                 with plain_torch():
                     self._proposer.append_features(request.cache_row, result.features)

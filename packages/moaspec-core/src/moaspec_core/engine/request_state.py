@@ -151,6 +151,8 @@ class RequestState:
     branches: NgramBranches | None
     sampling: SamplingParams
     keep: bool  # whether the cache row is kept when the request ends
+    owner: str = ""  # whose turns it takes, see `Scheduler`
+    priority: int = 0  # among its owner's requests the lowest comes first
     window: int = 0  # the drafter's, see `VerifyRequest`
     prefilled: bool = False  # whether the target has processed the prompt
     num_verified: int = 0  # tokens whose keys and values the verifier holds; not yet the newest one
@@ -164,14 +166,20 @@ class RequestState:
         self.policy = None if isinstance(self.shape, Tree) else self.shape
 
     @property
+    def num_unread(self) -> int:
+        """Tokens to read before it decodes: of the prompt, or of a text that was set back."""
+        unread = len(self.token_ids) - self.num_verified
+        return 0 if self.prefilled and unread == 1 else unread
+
+    @property
     def num_remaining(self) -> int:
         return self.max_new_tokens - len(self.result.token_ids)
 
-    def prompt_chunk(self, size: int) -> VerifyRequest:
-        """A request for the prompt's next `size` tokens; more of the prompt follows."""
+    def text_chunk(self, size: int) -> VerifyRequest:
+        """A request for the text's next `size` unread tokens; more of it follows."""
         tokens = self.token_ids[self.num_verified : self.num_verified + size]
         chunk = self.verify_request(tokens, DraftTree())
-        return replace(chunk, sampling=GREEDY, encode=False, text_length=self.prompt_length)
+        return replace(chunk, sampling=GREEDY, encode=False, text_length=len(self.token_ids))
 
     def verify_request(self, new_tokens: Sequence[int], tree: DraftTree) -> VerifyRequest:
         """The request to the verifier for the next pass."""

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,8 +85,8 @@ class Grammar:
         if matcher.is_error():
             raise InputError(
                 "The text ends before it is complete: what the JSON schema or grammar allows next "
-                f"cannot be computed, or other settings forbid it ({_reason(matcher)}). Make the "
-                "schema or grammar simpler."
+                f"cannot be computed within {limits.MAX_MASK_S} s, or other settings forbid it "
+                f"({_reason(matcher)}). Make the schema or grammar simpler."
             )
 
 
@@ -286,7 +287,8 @@ class GrammarProcessor:
     """Forbids tokens that the grammar does not allow after a prefix.
 
     Where none is left, only tokens that end the text are allowed: the matcher has failed (a grammar
-    beyond its limits), or other settings forbid all tokens that the grammar allows. So no text
+    beyond its limits), one of its masks took longer than `MAX_MASK_S`, or other settings forbid all
+    tokens that the grammar allows. So no text
     leaves the grammar, and `Grammar.check_ended` tells that it is not complete. An exception here
     would end the pass of all requests.
 
@@ -302,6 +304,7 @@ class GrammarProcessor:
         self._new, self._stops = grammar.matcher, grammar.stops
         self._prompt_length = prompt_length
         self._matcher, self._read = self._new.deep_copy(), list[int]()
+        self._too_slow = False
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The logits with forbidden tokens at -inf; see `LogitsProcessor`."""
@@ -319,11 +322,18 @@ class GrammarProcessor:
 
     def _bitmask(self, prefix_ids: Sequence[int]) -> bytes:
         """Allowed tokens, one bit each."""
-        self._go_to(list(prefix_ids[self._prompt_length :]))
-        if self._matcher.is_error():
+        if self._too_slow:
             return self._stops
-        bitmask: bytes = self._matcher.compute_bitmask()
-        return self._stops if self._matcher.is_error() else bitmask
+        started_s = time.thread_time()
+        self._go_to(list(prefix_ids[self._prompt_length :]))
+        bitmask = self._stops
+        if not self._matcher.is_error():
+            found: bytes = self._matcher.compute_bitmask()
+            bitmask = bitmask if self._matcher.is_error() else found
+        if time.thread_time() - started_s > limits.MAX_MASK_S:
+            self._too_slow = True
+            return self._stops
+        return bitmask
 
     def _go_to(self, output: list[int]) -> None:
         common = common_length(self._read, output)

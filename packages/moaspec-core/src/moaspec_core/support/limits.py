@@ -14,6 +14,9 @@ MAX_GRAMMAR_MEMORY = 1 << 30  # Bytes of address space of the process that tries
 MAX_GRAMMAR_S = 5  # Seconds of processor time that compiling a grammar may take.
 # Parser states at one place of a text with a grammar; a text with more ends with an error.
 MAX_GRAMMAR_ITEMS = 16000
+# Seconds of processor time for the tokens that a grammar allows at one place; a text that takes
+# longer ends with an error, as all others wait meanwhile.
+MAX_MASK_S = 0.15
 # Levels of nested objects and arrays in a JSON schema or in variables of a chat template.
 MAX_JSON_DEPTH = 100
 

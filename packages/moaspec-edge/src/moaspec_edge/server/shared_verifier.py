@@ -1,14 +1,15 @@
 """Batches the requests of many rows into passes of one target.
 
 Each caller asks for one row and waits. Requests that arrive during a pass form the next one. Owners
-take turns, and each has a share of a pass, so no owner waits longer than a pass of such shares.
+take turns by the work that they were served, and each has a share of a pass, so no owner waits
+longer than a pass of such shares.
 """
 
 import asyncio
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,7 @@ from moaspec_core.drafting.draft_tree import DraftTree
 from moaspec_core.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec_core.drafting.tree_shapes import beginning
 from moaspec_core.engine.engine import run_now
+from moaspec_core.engine.scheduler import Scheduler
 from moaspec_core.policy.pass_budget import PassBudget
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.process_memory import end_idle_threads
@@ -189,6 +191,7 @@ class SharedVerifier:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle, self.budget = on_idle, budget
         self.prompt_piece = sys.maxsize if verifier.reads_whole else PREFILL_TOKENS
+        self.scheduler = Scheduler(PREFILL_TOKENS)
         self._recent: deque[set[int]] = deque(maxlen=2)
         self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
@@ -307,17 +310,21 @@ class SharedVerifier:
     def _next(self) -> list[_QueuedRequest]:
         """Take the requests of the next pass: at least one, if any waits.
 
-        Owners take turns, the least recently served first; each owner's oldest request comes first.
+        Owners take turns by the work that they were served; each one's oldest request comes first.
         """
         jobs = [job for job in self._jobs if not job.answer.cancelled()]
+        # Of owners that were served alike, the one whose turn was longest ago comes first.
+        owners = sorted({job.owner: 0 for job in jobs}, key=lambda o: self._served.get(o, 0))
+        turns = {owner: place for place, owner in enumerate(self.scheduler.turns(owners))}
         seen: Counter[str] = Counter()
         order: list[tuple[int, int, _QueuedRequest]] = []
         for job in jobs:
-            order.append((seen[job.owner], self._served.get(job.owner, 0), job))
-            seen[job.owner] += 1
+            if job.owner in turns:
+                order.append((seen[job.owner], turns[job.owner], job))
+                seen[job.owner] += 1
         taken = _Pass(self.options, self.prompt_piece, *self._owner_limits())
-        left = [job for *_, job in sorted(order, key=lambda one: one[:2]) if not taken.take(job)]
-        waiting = set(map(id, left))
+        chosen = {id(job) for *_, job in sorted(order, key=lambda one: one[:2]) if taken.take(job)}
+        waiting = {id(job) for job in jobs} - chosen
         self._jobs = deque(job for job in jobs if id(job) in waiting)
         self._served.update(dict.fromkeys(taken.drafted, self.counts.passes + 1))
         return taken.jobs
@@ -357,10 +364,12 @@ class SharedVerifier:
             await asyncio.sleep(self.options.min_pass_s - seconds)
             seconds = self.options.min_pass_s
         self._count(jobs, seconds)
+        self._charge(jobs, seconds)
         for job, answer in zip(jobs, answers, strict=True):
             if job.answer.done():
                 continue
             if isinstance(answer, VerifyResult):
+                self.scheduler.charge_seconds(job.owner, answer.process_s)
                 if job.rest is not None:
                     job.request, job.rest = job.rest, None
                     self._jobs.append(job)  # behind other prompts of this owner
@@ -378,6 +387,16 @@ class SharedVerifier:
         counts.rows += len(jobs)
         counts.tokens += sum(len(j.request.new_tokens) + len(j.request.tree.tokens) for j in jobs)
         counts.seconds += seconds
+
+    def _charge(self, jobs: Sequence[_QueuedRequest], seconds: float) -> None:
+        """Charge a pass to the owners of its requests."""
+        tokens = Counter[str]()
+        for job in jobs:
+            tokens[job.owner] += job.tokens
+        costs = self.scheduler.rounds
+        context = sum(job.request.num_verified for job in jobs) / len(jobs)
+        costs.record(tokens.total(), context, seconds)
+        self.scheduler.charge(costs, tokens, context)
 
     def _free_left_rows(self) -> None:
         self._running = set()

@@ -119,6 +119,7 @@ class GenerationRequest(SamplingFields):
     stop: Stop | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     stream: bool | None = None
     moaspec: Extension | None = None
 

@@ -9,13 +9,15 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from moaspec.generation.renewal import QUIET_S, RENEWAL_S, Renew, Renewal
+from moaspec_core.engine.cache_room import CacheRoom, CacheRow
 from moaspec_core.engine.engine import Engine, context_message
 from moaspec_core.engine.request_state import Event, GenerationResult
+from moaspec_core.engine.scheduler import STEP_S, Work
 from moaspec_core.errors import BusyError, ContextError, InputError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.process_memory import end_idle_threads, return_freed_memory
@@ -23,8 +25,10 @@ from moaspec_core.sampling.token_ids import common_length
 from moaspec_serve.sources.source import (
     Job,
     Load,
+    OwnerWork,
     Places,
     SourceLimits,
+    StepCounts,
     Update,
     client_share,
     entry_to_evict,
@@ -32,8 +36,8 @@ from moaspec_serve.sources.source import (
 
 LOG = logging.getLogger("moaspec.sources.engine_worker")
 
-MAX_NEW_PROMPT_TOKENS = 2048
-"""Most prompt tokens that join in one step, unless they are one prompt's."""
+SPARE_SLOTS = 64
+"""Slots of a row behind its text: a tree of drafts."""
 
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
@@ -44,8 +48,8 @@ class WorkerLimits(SourceLimits):
 
     active: int = 64
     waiting: int = 256
-    # Maximum size of the keys, values and recurrent states in use. The cache grows by half its
-    # size, so it may allocate half as much again.
+    # Maximum size of the keys, values and recurrent states in use. Where memory does not follow use
+    # (on GPUs), the cache grows by half its size, so it may allocate half as much again.
     cache_bytes: int = 4 * 2**30
     # Number of ended rows whose keys and values are kept for a conversation's next turn.
     parked: int = 4
@@ -54,6 +58,19 @@ class WorkerLimits(SourceLimits):
     # Seconds without a request after which costs may be measured, and between two tries.
     quiet_s: float = QUIET_S
     renewal_s: float = RENEWAL_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBytes:
+    """Bytes of the rows of all caches."""
+
+    slot: int  # keys and values of one token
+    state: int  # of one row's recurrent states
+    of_slots: Callable[[int], int]  # memory of so many slots of one row, without states
+    follows_use: bool  # whether rows take memory, and give it back, one by one
+
+    def of(self, slots: int) -> int:
+        return self.of_slots(slots) + self.state
 
 
 @dataclass(eq=False)
@@ -66,7 +83,6 @@ class QueuedJob:
     handle: int | None = None  # the engine's handle; None while it waits
     result: GenerationResult = field(default_factory=GenerationResult)  # the engine's result so far
     ended: bool = False  # whether the last update was reported
-    last_step: int = 0  # number of the latest step that it took part in
 
     @property
     def slots(self) -> int:
@@ -87,9 +103,7 @@ class EngineWorker:
 
     Args:
         release: frees the engine's caches; called when it has no row.
-        slot_bytes: cache bytes of one token.
-        state_bytes: of one row's recurrent states.
-        client_rows: jobs of one client that a step always takes, even if others have fewer.
+        room: cache bytes of a row.
         renew: called while no job is there, see `Renew`.
         use: called with renewed settings while no row is kept.
         on_text: called with prompt and generated ids of each whole text that the target chose
@@ -101,9 +115,7 @@ class EngineWorker:
         engine: Engine,
         *,
         release: Callable[[], None],
-        slot_bytes: int,
-        state_bytes: int,
-        client_rows: int,
+        room: RowBytes,
         shaping: DraftSettings,
         stop_token_ids: frozenset[int],
         limits: WorkerLimits,
@@ -118,14 +130,19 @@ class EngineWorker:
         self._on_text = on_text
         self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
         self._free_caches, self._limits = release, limits
-        self._slot_bytes, self._state_bytes = slot_bytes, state_bytes
-        self._client_rows = client_rows
+        self._room = room
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedJob] = deque()
         self._active: dict[int, QueuedJob] = {}
-        self._steps = 0
+        self._resting: set[int] = set()  # handles of active jobs without keys, which wait for room
+        self.rows_set_back = 0
+        self._num_steps, self._steps_s, self._long_steps = 0, 0.0, 0
+        self._read: Counter[str] = Counter()  # tokens by `Job.owner_label`, as the next two
+        self._written: Counter[str] = Counter()
+        self._cache_bytes: Counter[str] = Counter()  # bytes before the latest step
         self._parked: list[_Parked] = []
-        self._high = (0, 0)  # largest number of rows and slots that the cache held
+        # Largest number of rows and slots that the cache held; (0, 0): it is empty.
+        self._high = (0, 0)
         self._used_s = time.monotonic()  # when the newest command came or the last step ended
         self._places = Places("server", limits)
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
@@ -145,11 +162,34 @@ class EngineWorker:
         active = len(self._active)
         return Load(active, max(self._places.taken - active, 0))
 
+    @property
+    def steps(self) -> StepCounts:
+        """Totals; another thread may ask for them."""
+        active = Counter(one.job.owner_label for one in list(self._active.values()))
+        waiting = Counter(one.job.owner_label for one in list(self._waiting))
+        names = {*active, *waiting, *list(self._read), *list(self._written)}
+        return StepCounts(
+            steps=self._num_steps,
+            seconds=self._steps_s,
+            long_steps=self._long_steps,
+            rows_set_back=self.rows_set_back,
+            owners={
+                name: OwnerWork(
+                    active=active[name],
+                    waiting=waiting[name],
+                    read_tokens=self._read[name],
+                    written_tokens=self._written[name],
+                    cache_bytes=self._cache_bytes[name],
+                )
+                for name in names
+            },
+        )
+
     def submit(self, batch: Sequence[QueuedJob]) -> None:
         """Accept all jobs or none; BusyError for too many, InputError for too large ones."""
         for queued in batch:
             if not self._fits(1, queued.slots):
-                room = (self._limits.cache_bytes - self._state_bytes) // self._slot_bytes
+                room = (self._limits.cache_bytes - self._room.state) // self._room.slot
                 given = (
                     f"you requested {queued.slots} tokens ({len(queued.job.prompt_ids)} in the "
                     f"prompt, up to {queued.job.max_new_tokens} in the completion)"
@@ -238,57 +278,112 @@ class EngineWorker:
             self._shaping = found
 
     def _advance(self) -> None:
-        """Run one step of the engine. An error in it ends the active jobs, not the server."""
+        """Run one step of the engine. An error in it ends its jobs, not the server."""
+        plan: dict[int, int] = {}
         try:
             self._admit()
-            for event in self._engine.step(self._next_step()):
+            plan = self._plan()
+            started_s = time.monotonic()
+            for event in self._engine.step(plan):
+                self._written[self._active[event.handle].job.owner_label] += len(event.token_ids)
                 self._report(event)
+            self._count_step(time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
-            for queued in list(self._active.values()):
+            for queued in [one for handle, one in self._active.items() if handle in plan]:
                 self._leave(queued)
                 self._end(queued, error)
 
-    def _next_step(self) -> set[int]:
-        """Handles of the jobs in the next step.
+    def _count_step(self, seconds: float) -> None:
+        self._num_steps += 1
+        self._steps_s += seconds
+        self._long_steps += seconds > STEP_S
 
-        One client gets at most as many jobs as all others together, or `client_rows`; more jobs
-        take turns. So a client with many jobs does not slow the others' steps much.
-        """
-        self._steps += 1
-        by_client: defaultdict[str, list[QueuedJob]] = defaultdict(list)
-        for queued in self._active.values():
-            by_client[queued.job.client].append(queued)
-        taken: set[int] = set()
-        for jobs in by_client.values():
-            others = len(self._active) - len(jobs)
-            jobs.sort(key=lambda queued: queued.last_step)
-            for queued in jobs[: max(others, self._client_rows) if others else None]:
-                queued.last_step = self._steps
-                assert queued.handle is not None, "active jobs have joined"
-                taken.add(queued.handle)
-        return taken
+    def _plan(self) -> dict[int, int]:
+        """What the next step contains, after what it needs has found room in the cache."""
+        scheduler, active = self._engine.scheduler, self._engine.work()
+        # Owners that wait for a place keep their turn.
+        owners = {one.owner for one in active}
+        jobs = [queued.job for queued in self._waiting if queued.job.owner not in owners]
+        waiting = [Work(key=-1, owner=owner, ready=False) for owner in {job.owner for job in jobs}]
+        if not self._room.follows_use:
+            plan = scheduler.next_step([*active, *waiting])
+            self._count_work(active, plan)
+            return plan
+        rows = [self._cache_row(one, 0) for one in active]
+        self._evict_for(sum(row.needed for row in rows))
+        room = CacheRoom(self._limits.cache_bytes - self._kept_bytes)
+        admitted = room.admitted(rows, scheduler.served)
+        self._resting.difference_update(admitted)
+        active = [replace(one, ready=one.key not in self._resting) for one in active]
+        plan = scheduler.next_step([*active, *waiting])
+        rows = [self._cache_row(one, plan.get(one.key, 0)) for one in active]
+        for handle in room.set_back(rows, admitted):
+            self._engine.set_back(handle)
+            self._resting.add(handle)
+            plan.pop(handle, None)
+            self.rows_set_back += 1
+        self._count_work(active, plan)
+        return plan
+
+    def _count_work(self, works: Sequence[Work], plan: Mapping[int, int]) -> None:
+        """Count what the step reads, and the memory of each owner."""
+        held: Counter[str] = Counter()
+        for one in works:
+            label = self._active[one.key].job.owner_label
+            held[label] += self._room.of(one.context) if one.context else 0
+            self._read[label] += plan.get(one.key, 0) if one.unread else 0
+        self._cache_bytes = held
+
+    def _cache_row(self, work: Work, taken: int) -> CacheRow:
+        waits = work.key in self._resting
+        slots = work.context + (work.unread if waits else taken)
+        return CacheRow(
+            key=work.key,
+            owner=work.owner,
+            priority=work.priority,
+            held=0 if waits else self._room.of(work.context),
+            needed=self._room.of(slots + SPARE_SLOTS),
+            waits=waits,
+            read_s=self._engine.scheduler.reading.seconds(work.unread, work.unread / 2),
+        )
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(self._room.of(len(old.token_ids)) for old in self._parked)
+
+    def _evict_for(self, num_bytes: int) -> None:
+        """Drop kept rows while active ones need their memory."""
+        while self._parked and num_bytes + self._kept_bytes > self._limits.cache_bytes:
+            self._unpark()
 
     def _admit(self) -> None:
-        """Let waiting jobs join the batch while there is room."""
-        left = MAX_NEW_PROMPT_TOKENS
-        while (
-            len(self._active) < self._limits.active and (queued := self._next_waiting()) is not None
-        ):
-            is_first, left = left == MAX_NEW_PROMPT_TOKENS, left - len(queued.job.prompt_ids)
-            if not self._make_room(queued) or (left < 0 and not is_first):
+        """Let waiting jobs join while there are places."""
+        while (queued := self._next_waiting()) is not None:
+            if not self._room.follows_use and not self._make_room(queued):
                 return
             self._waiting.remove(queued)
             self._join(queued)
 
     def _next_waiting(self) -> QueuedJob | None:
-        """The oldest waiting job of the client with the fewest rows, if it may have more."""
-        rows = Counter(queued.job.client for queued in self._active.values())
-        candidates = [
-            queued
-            for queued in self._waiting
-            if rows[queued.job.client] < client_share(self._limits.active, queued.job.client)
-        ]
-        return min(candidates, key=lambda queued: rows[queued.job.client], default=None)
+        """The oldest waiting job, of the lowest priority, of the owner that was served least.
+
+        An owner without a job may always have one, even if the places are taken.
+        """
+        if not self._waiting:
+            return None
+        rows = Counter(queued.job.owner for queued in self._active.values())
+        places = self._limits.active
+        full = len(self._active) >= places
+        found: dict[str, QueuedJob] = {}
+        for queued in self._waiting:
+            job = queued.job
+            first = bool(job.client) and not rows[job.owner]
+            if first or (not full and rows[job.owner] < client_share(places, job.client)):
+                best = found.setdefault(job.owner, queued)
+                if job.priority < best.job.priority:
+                    found[job.owner] = queued
+        served = self._engine.scheduler.served_of
+        return found[min(found, key=lambda owner: (served(owner), rows[owner]))] if found else None
 
     def _make_room(self, queued: QueuedJob) -> bool:
         """Whether the cache has room for one more row of this length; evicts kept rows."""
@@ -307,7 +402,7 @@ class EngineWorker:
 
     def _fits(self, rows: int, slots: int) -> bool:
         """Whether the cache may have this many rows of this many slots."""
-        row_bytes = slots * self._slot_bytes + self._state_bytes
+        row_bytes = slots * self._room.slot + self._room.state
         return rows * row_bytes <= self._limits.cache_bytes
 
     def _join(self, queued: QueuedJob) -> None:
@@ -323,6 +418,8 @@ class EngineWorker:
                 free_branches=self._shaping.branches(job.sampling) if job.speculation else None,
                 keep=True,
                 after=after,
+                owner=job.owner,
+                priority=job.priority,
             )
         except InputError as error:
             if after is not None:
@@ -331,6 +428,9 @@ class EngineWorker:
             return
         queued.result = self._engine.result(queued.handle)
         self._active[queued.handle] = queued
+        self._high = max(self._high, (1, 0))
+        if after is None and self._room.follows_use:
+            self._resting.add(queued.handle)
 
     def _row_to_reuse(self, job: Job) -> int | None:
         """The tenant's kept row with the longest common prefix with the prompt."""
@@ -408,4 +508,5 @@ class EngineWorker:
     def _release(self, queued: QueuedJob) -> None:
         if queued.handle is not None:
             self._active.pop(queued.handle, None)
+            self._resting.discard(queued.handle)
         self._places.free(queued.job.client)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.other_proposers.model_proposer import ModelProposer
-from moaspec.engine.local_verifier import client_rows
 from moaspec.engine.text_logprobs import text_logprobs
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
@@ -22,11 +20,21 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
 from moaspec_core.drafting.protocols import CachingProposer, Proposer
 from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.scheduler import STEP_S
 from moaspec_core.errors import InputError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.sampling.params import TextLogprobs
-from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
-from moaspec_serve.sources.source import Cancel, Job, Load, Report, SourceInfo, TextSource, Update
+from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, RowBytes, WorkerLimits
+from moaspec_serve.sources.source import (
+    Cancel,
+    Job,
+    Load,
+    Report,
+    SourceInfo,
+    StepCounts,
+    TextSource,
+    Update,
+)
 
 if TYPE_CHECKING:
     from moaspec_train.learning_process import LearningProcess, LearningStatus
@@ -65,7 +73,7 @@ class LocalSource(TextSource):
             target, drafter, num_target_layers=shaping.num_target_layers
         )
         self._target, self._drafting, self._learning = target, drafting, learning
-        self.engine = Engine(verifier, drafting, target=target)
+        self.engine = Engine(verifier, drafting, target=target, step_s=STEP_S)
         self.cache = verifier.cache
 
         def release() -> None:
@@ -73,15 +81,22 @@ class LocalSource(TextSource):
             if isinstance(drafting, CachingProposer):
                 drafting.release()
 
-        slot_bytes = verifier.cache.slot_bytes
-        if isinstance(drafting, ModelProposer):
-            slot_bytes += drafting.text_cache.slot_bytes
+        caches = [verifier.cache]
+        if isinstance(drafting, CachingProposer):
+            caches += drafting.caches
+
+        def row_bytes(slots: int) -> int:
+            return sum(cache.row_bytes(slots) for cache in caches)
+
         self._worker = EngineWorker(
             self.engine,
             release=release,
-            slot_bytes=slot_bytes,
-            state_bytes=target.state_bytes,
-            client_rows=client_rows(target.device),
+            room=RowBytes(
+                slot=sum(cache.slot_bytes for cache in caches),
+                state=target.state_bytes,
+                of_slots=row_bytes,
+                follows_use=verifier.cache.follows_use,
+            ),
             shaping=shaping,
             stop_token_ids=target.stop_token_ids,
             limits=limits,
@@ -178,6 +193,10 @@ class LocalSource(TextSource):
     @property
     def learning(self) -> LearningStatus | None:
         return None if self._learning is None else self._learning.status
+
+    @property
+    def steps(self) -> StepCounts:
+        return self._worker.steps
 
     @property
     def load(self) -> Load:

@@ -5,7 +5,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -41,6 +41,18 @@ class Job:
     provisional: bool = False  # whether to report text that is not verified yet
     tenant: str = ""  # owner of the request; tenants share no caches
     client: str = ""  # key whose share of the server it uses; "" if there are not several keys
+    request: str = ""  # its request, which takes turns of its own if there are not several keys
+    priority: int = 0  # among the jobs of one owner the lowest comes first
+
+    @property
+    def owner(self) -> str:
+        """Who takes turns with others."""
+        return f"key {self.client}" if self.client else f"request {self.request}"
+
+    @property
+    def owner_label(self) -> str:
+        """Name of the owner in metrics, which never grows with the number of requests."""
+        return self.client or "requests"
 
     @property
     def processors(self) -> tuple[GrammarProcessor, ...]:
@@ -124,6 +136,28 @@ class Load:
     waiting: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnerWork:
+    """What one owner has and had: a key, or all requests without a key of their own."""
+
+    active: int = 0  # texts in decoding
+    waiting: int = 0  # texts that wait for a place
+    read_tokens: int = 0  # of prompts, and of texts that were set back; since the start
+    written_tokens: int = 0  # since the start
+    cache_bytes: int = 0  # keys and values
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """Totals of all steps since the start, and the work of each owner."""
+
+    steps: int
+    seconds: float
+    long_steps: int  # longer than `STEP_S`
+    rows_set_back: int
+    owners: Mapping[str, OwnerWork]
+
+
 Report = Callable[[int, Update | Exception], None]
 """(index of a job, its next update or the error that ended it). Called on the event loop."""
 
@@ -172,6 +206,11 @@ class TextSource(Protocol):
             "echo with logprobs needs the target in this process (moaspec serve); a device has it "
             "not. Leave one of them out."
         )
+
+    @property
+    def steps(self) -> StepCounts | None:
+        """What the scheduler did; None if decoding is not scheduled here."""
+        return None
 
     @property
     def learning(self) -> "LearningStatus | None":

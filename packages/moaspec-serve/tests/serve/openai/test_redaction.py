@@ -62,7 +62,7 @@ class Parrot(TextSource):
 
     load = Load()
     link: LinkState | None = None
-    learning = None
+    learning = steps = None
 
     def cut(self, cut: bool) -> bool:
         return cut and False

@@ -28,6 +28,13 @@ from moaspec_train.dataset.examples import Example
 from moaspec_train.students.target_activations import LayerMeanCache, TargetActivations
 
 
+class _KeepingVerifier(LocalVerifier):
+    """A verifier whose rows can be read after their requests have ended."""
+
+    def close(self, row: int) -> None:
+        """Keep its keys until the next request in the row overwrites them."""
+
+
 class AnswerKeeper(Proposer):
     """A proposer that drafts nothing and stores states, in the `kept` directory of training.
 
@@ -72,7 +79,7 @@ class AnswerKeeper(Proposer):
         """A new engine, whose ended requests must be given to `keep` in order after each step."""
         self._states.clear()
         self._ended.clear()
-        verifier = LocalVerifier(self._target, self)
+        verifier = _KeepingVerifier(self._target, self)
         self._cache = verifier.cache
         return Engine(verifier, self, target=self._target)
 

@@ -70,7 +70,7 @@ class FastMoAProposer(MoAProposer):
 
     def encode_and_append(self, cache: KVCache, row: int, tokens: range) -> bool:
         """Kernels read and write the caches in place; without them as `MoAProposer`."""
-        self.memory.reserve(row + 1, tokens.stop)
+        self.memory.hold(row, tokens.stop)
         encoder, in_place = self._encoder, False
         if isinstance(encoder, FastTargetEncoder):
             in_place = encoder.encode_stored(cache.data, row, tokens, self.memory.data)
@@ -127,11 +127,11 @@ class FastMoAProposer(MoAProposer):
         hidden = self.first_encoded.get(cache_row, 0)
         first, stop = length - finished, length - 1 + shape.depth
         num_slots = length + (shape.depth - 1) * shape.breadth
-        self.text_cache.reserve(cache_row + 1, num_slots)
+        self.text_cache.hold(cache_row, num_slots)
         kernels.text.begin(self.text_cache.data, cache_row, start, stop, length)
         if kernels.last is not None:
             assert self.target_cache is not None, "share_target_cache() comes before N > 0"
-            self.target_cache.reserve(cache_row + 1, num_slots)
+            self.target_cache.hold(cache_row, num_slots)
             kernels.last.begin(self.target_cache.data, cache_row, first, stop, length)
         memory = self.memory.data[..., hidden:, :] if hidden else self.memory.data
         kernels.memory.begin(memory, cache_row, first, stop, num_encoded - hidden)

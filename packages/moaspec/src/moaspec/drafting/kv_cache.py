@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moaspec.drafting.reserved_memory import MAX_ADDRESS_SPACE, PAGE, ReservedMemory
 from moaspec.model.layers import masked_attention
 from moaspec.target.decoder_layers import Slots
 from moaspec_core.checkpoint.drafter_config import LayerConfig
+
+LEAST_ROWS, MAX_ROWS = 64, 1024
+"""Rows for which address space is reserved: of the longest texts, and at most."""
+
+SPARE_SLOTS = 512
+"""Slots behind the longest text, for drafts and pads."""
 
 SLOT_BUCKET = 256  # capacities are multiples of this, so that few distinct shapes occur
 
@@ -37,8 +46,11 @@ class KVCache:
     its node, until `commit` moves it. Callers keep each row's length and hide the rest behind
     masks; nothing here needs clearing.
 
+    On CPUs it grows without a copy, where the system allows that: it is a part of a tensor whose
+    memory follows use, with the rows one after another.
+
     Args:
-        target: the target, or the part of it on a device; gives dtype and device.
+        target: the target, or the part of it on a device; gives dtype, device and longest text.
         layer: shape of a drafter's layer; None is a cache for the target's own layers.
         num_layers: of the drafter.
 
@@ -51,6 +63,9 @@ class KVCache:
         sizes = (num_layers, 2, 0, shape.num_kv_heads, 0, shape.head_dim)
         with torch.inference_mode(mode=False):
             self._data = torch.zeros(sizes, dtype=target.dtype, device=target.device)
+        self._longest = target.max_positions
+        self._reserved: _ReservedRows | None = None
+        self._held: dict[int, int] = {}  # by row, slots that may have been written
         self.attend: Attend = masked_attention
 
     @property
@@ -59,8 +74,17 @@ class KVCache:
         return self._data
 
     @property
+    def follows_use(self) -> bool:
+        """Whether rows take memory, and give it back, one by one."""
+        self.reserve(1, 1)
+        return self._reserved is not None
+
+    @property
     def num_bytes(self) -> int:
-        return self._data.numel() * self._data.element_size()
+        """Bytes of memory in use."""
+        if self._reserved is None:
+            return self._data.numel() * self._data.element_size()
+        return sum(map(self.row_bytes, self._held.copy().values()))
 
     @property
     def slot_bytes(self) -> int:
@@ -68,25 +92,59 @@ class KVCache:
         layers, two, _, heads, _, dim = self._data.shape
         return layers * two * heads * dim * self._data.element_size()
 
+    def row_bytes(self, slots: int) -> int:
+        """Bytes of memory of a row that has so many slots: whole pages, where it is reserved."""
+        if self._data.device.type != "cpu":
+            return slots * self.slot_bytes
+        layers, two, _, heads, _, dim = self._data.shape
+        plane = -(-slots * dim * self._data.element_size() // PAGE) * PAGE
+        return layers * two * heads * plane
+
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for at least this many rows and slots, keeping what is stored."""
-        layers, two, old_rows, heads, old_slots, dim = self._data.shape
+        _, _, old_rows, _, old_slots, _ = self._data.shape
         if rows <= old_rows and slots <= old_slots:
             return
+        rows = max(rows, old_rows)
+        slots = max(old_slots, -(-slots // SLOT_BUCKET) * SLOT_BUCKET)
+        with torch.inference_mode(mode=False):  # other callers write to it in other modes
+            if self._reserved is None and not old_rows and self._data.device.type == "cpu":
+                self._reserved = _ReservedRows.of(self._data, self._longest)
+            if self._reserved is not None and self._reserved.fits(rows, slots):
+                self._data = self._reserved.data[:, :, :rows, :, :slots]
+            else:
+                self._copy(rows, slots)
+
+    def _copy(self, rows: int, slots: int) -> None:
+        layers, two, old_rows, heads, old_slots, dim = self._data.shape
         # Growth by half keeps the copying linear when rows join one by one.
-        rows = max(rows, old_rows * 3 // 2) if rows > old_rows else old_rows
+        rows = max(rows, old_rows * 3 // 2) if rows > old_rows else rows
         if slots > old_slots:
             slots = -(-max(slots, old_slots * 3 // 2) // SLOT_BUCKET) * SLOT_BUCKET
-        else:
-            slots = old_slots
-        with torch.inference_mode(mode=False):  # other callers write to it in other modes
-            grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
+        grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
         grown[:, :, :old_rows, :, :old_slots] = self._data
-        self._data = grown
+        self._data, self._reserved = grown, None
+
+    def hold(self, row: int, slots: int) -> None:
+        """Make room for the first slots of a row, which a pass is about to write."""
+        self.reserve(row + 1, slots)
+        self._held[row] = max(slots, self._held.get(row, 0))
+
+    def give_back(self, row: int, kept: int = 0) -> None:
+        """Return the memory of a row's slots from `kept` on, where that needs no copy."""
+        if self._held.get(row, 0) <= kept:
+            return
+        if self._reserved is not None:
+            self._reserved.give_back(row, kept, self._held[row])
+        self._held[row] = kept
+        if not kept:
+            del self._held[row]
 
     def release(self) -> None:
         with torch.inference_mode(mode=False):
             self._data = self._data[:, :, :0, :, :0].clone()
+        self._reserved = None
+        self._held.clear()
 
     def writer(
         self,
@@ -104,6 +162,8 @@ class KVCache:
             num_tokens: T, slots written per row (pads included).
             visible: S', slots that attention reads.
         """
+        for row, start in zip(rows, starts, strict=True):
+            self._held[row] = max(start + num_tokens, self._held.get(row, 0))
         slots = Slots(self._data, rows, starts, visible)
         return (kind or KVWriter)(self._data, slots, num_tokens)
 
@@ -117,7 +177,7 @@ class KVCache:
     def append(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
         """Store keys and values of all layers, or of the last N, from slot `start` on."""
         first, stop = len(self._data) - len(key_NHTD), start + key_NHTD.shape[2]
-        self.reserve(row + 1, stop)
+        self.hold(row, stop)
         self._data[first:, 0, row, :, start:stop] = key_NHTD
         self._data[first:, 1, row, :, start:stop] = value_NHTD
 
@@ -133,6 +193,50 @@ class KVCache:
         write = self.writer(rows, starts, num_tokens, mask_B1TS.shape[-1])
         layers = range(len(self._data))
         return [StoredAttention(write, mask_B1TS, layer, self.attend) for layer in layers]
+
+
+class _ReservedRows:
+    """Reserved memory as a tensor (L, 2, R, H, S, D), where each row is contiguous.
+
+    Keys of one layer and head, and values, fill whole pages.
+    """
+
+    def __init__(self, memory: ReservedMemory, data: Tensor) -> None:
+        self._memory, self.data = memory, data
+
+    @classmethod
+    def of(cls, like: Tensor, longest: int) -> _ReservedRows | None:
+        """Rows of the sizes of `like`, with room for a text of `longest` tokens and drafts."""
+        layers, two, _, heads, _, dim = like.shape
+        slot = dim * like.element_size()
+        planes, per_page = layers * two * heads, PAGE // gcd(PAGE, slot)
+        most = MAX_ADDRESS_SPACE // (LEAST_ROWS * planes * slot)
+        # An odd number of pages: neighbouring planes would share the same sets of CPU caches.
+        pages = min(longest + SPARE_SLOTS, most) * slot // PAGE | 1
+        slots = -(-pages * PAGE // slot // per_page) * per_page
+        found = ReservedMemory.reserve(planes * slots * slot, MAX_ROWS)
+        if found is None:
+            return None
+        memory, rows = found
+        data = memory.tensor(like.dtype).view(rows, layers, two, heads, slots, dim)
+        return cls(memory, data.permute(1, 2, 0, 3, 4, 5))
+
+    def fits(self, rows: int, slots: int) -> bool:
+        return rows <= self.data.shape[2] and slots <= self.data.shape[4]
+
+    def give_back(self, row: int, kept: int, held: int) -> None:
+        """Return the memory of slots `kept` to `held` - 1."""
+        item = self.data.element_size()
+        layer, two, first, head, slot, _ = (item * stride for stride in self.data.stride())
+        start = row * first
+        if not kept:
+            self._memory.give_back(start, start + first)
+            return
+        layers, _, _, heads, _, _ = self.data.shape
+        for plane in product(range(layers), range(2), range(heads)):
+            at = start + plane[0] * layer + plane[1] * two + plane[2] * head
+            stop = -(-(at + held * slot) // PAGE) * PAGE
+            self._memory.give_back(at + kept * slot, min(stop, at + head))
 
 
 class KVWriter:

@@ -70,6 +70,10 @@ class MoAProposer(TreeProposer):
         check_num_target_layers(num_target_layers, self.module, self.target)
         self.num_target_layers = num_target_layers
 
+    @property
+    def caches(self) -> list[KVCache]:
+        return [self.text_cache, self.memory]
+
     def share_target_cache(self, target_cache: KVCache) -> None:
         """Set the cache for N > 0: the target's own, or a copy of what a server sends."""
         self.target_cache = target_cache
@@ -108,6 +112,7 @@ class MoAProposer(TreeProposer):
 
     def close(self, row: int) -> None:
         super().close(row)
+        self.memory.give_back(row)
         for kept in (self.num_encoded, self.first_encoded, self.missing):
             kept.pop(row, None)
 

@@ -71,6 +71,10 @@ class TreeProposer(CachingProposer):
         self.vocabulary = len(self.vocabulary_ids)
         self.num_read: dict[int, int] = {}
 
+    @property
+    def caches(self) -> list[KVCache]:
+        return [self.text_cache]
+
     @abstractmethod
     def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> "DraftRound":
         """The passes of one round."""
@@ -130,6 +134,7 @@ class TreeProposer(CachingProposer):
 
     def close(self, row: int) -> None:
         self.num_read.pop(row, None)
+        self.text_cache.give_back(row)
 
     def release(self) -> None:
         self.text_cache.release()

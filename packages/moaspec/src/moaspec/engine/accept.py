@@ -83,6 +83,7 @@ class _Walk:
         self.request, self.text, self.first = request, text, first
         self.path: list[int] = []
         self.next_token = -1
+        self._spent_s: list[float] = []
         self._children = {} if request.sampling.takes_argmax else children(request.tree)
 
     @property
@@ -97,7 +98,8 @@ class _Walk:
 
     @property
     def prefix(self) -> Prefix:
-        return Prefix(self.request.sampling, self.text, self.request.prompt_length)
+        request = self.request
+        return Prefix(request.sampling, self.text, request.prompt_length, self._spent_s)
 
     def step(self, token: int) -> bool:
         """Take the target's next choice; True when it was drafted, so that the walk goes on."""
@@ -120,15 +122,20 @@ class _Walk:
     def acceptance(self, logits_NV: Tensor) -> VerifyResult:
         """The result of the walk, with log-probabilities if the request wants them."""
         if not self.request.sampling.logprobs:
-            return VerifyResult(tuple(self.path), self.next_token)
+            return VerifyResult(tuple(self.path), self.next_token, process_s=sum(self._spent_s))
         tokens = [*(self.request.tree.tokens[node] for node in self.path), self.next_token]
         indices = [self.first, *(self.first + 1 + node for node in self.path)]
         log_p = logits_NV[indices].log_softmax(-1)
         index = torch.tensor(tokens, device=log_p.device)[:, None]
         logprobs = tuple(log_p.gather(1, index)[:, 0].tolist())
         top = alternatives(log_p, self.request.sampling.top_logprobs)
-        path = tuple(self.path)
-        return VerifyResult(path, self.next_token, logprobs=logprobs, top_logprobs=top)
+        return VerifyResult(
+            tuple(self.path),
+            self.next_token,
+            logprobs=logprobs,
+            top_logprobs=top,
+            process_s=sum(self._spent_s),
+        )
 
 
 def _at_roots(requests: Sequence[VerifyRequest], texts: Sequence[list[int]]) -> list[_Walk]:

@@ -127,6 +127,11 @@ class LocalVerifier(Verifier):
     def cache_bytes(self) -> int:
         return self.cache.num_bytes
 
+    def close(self, row: int) -> None:
+        self.cache.give_back(row)
+        self._texts.pop(row, None)
+        self._encoded.pop(row, None)
+
     def release(self) -> None:
         """Free the cache's memory; no row may be in use."""
         self.cache.release()
@@ -197,7 +202,7 @@ class LocalVerifier(Verifier):
         choices = 0 if row.request.sampling.needs_logits else ends
         finished = ends if self._hidden is None else len(row.tokens)
         with self._timed():
-            self.cache.reserve(cache_row + 1, visible)
+            self.cache.hold(cache_row, visible)
             slots = Slots(self.cache.data, [cache_row], [row.start], visible)
             result = self._text_pass.run(
                 row.tokens, parents, slots, finished=finished, choices=choices

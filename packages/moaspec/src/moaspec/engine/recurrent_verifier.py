@@ -87,6 +87,13 @@ class RecurrentCache(KVCache):
         state = verified.steps.after(verified.row, verified.root + offset)
         self._states[row] = length, state
 
+    def give_back(self, row: int, kept: int = 0) -> None:
+        """See `KVCache`; a row without keys has no states either."""
+        super().give_back(row, kept)
+        if not kept:
+            self._states.pop(row, None)
+            self._verified.pop(row, None)
+
     def writer(
         self,
         rows: Sequence[int],

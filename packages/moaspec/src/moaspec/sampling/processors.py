@@ -7,8 +7,9 @@ Legend: N nodes, V vocabulary, K candidates.
 """
 
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class Prefix:
     sampling: SamplingParams  # the row's settings, with a seed where noise takes part
     token_ids: Sequence[int]  # all tokens before it: prompt, output, and the path to a drafted node
     prompt_length: int  # how many of them are the prompt
+    # Seconds of processor time that its custom processors took are appended.
+    spent_s: list[float] = field(default_factory=list)
 
 
 def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
@@ -44,8 +47,10 @@ def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
     _penalise_output(logits_V, prefix)
     if sampling.rules:
         logits_V = sampling.rules.apply(prefix.token_ids, prefix.prompt_length, logits_V)
+    started_s = time.thread_time()
     for processor in sampling.processors:
         logits_V = _called(processor(tuple(prefix.token_ids), logits_V), logits_V)
+    prefix.spent_s.append(time.thread_time() - started_s)
     if not bool(torch.isfinite(logits_V.max())):
         raise InputError(
             "logit_bias, penalties, rules and logits processors must leave at least one token with "

@@ -268,7 +268,10 @@ def test_a_layer_with_a_matrix_of_another_form_is_refused() -> None:
 
 def empty_cache(num_layers: int) -> KVCache:
     sizes: dict[str, Any] = {"num_layers": num_layers, "num_kv_heads": 2, "head_dim": 32}
-    return KVCache(SimpleNamespace(**sizes, dtype=torch.bfloat16, device=torch.device("cpu")))
+    target = SimpleNamespace(
+        **sizes, dtype=torch.bfloat16, device=torch.device("cpu"), max_positions=4096
+    )
+    return KVCache(target)
 
 
 def filled_cache(num_layers: int = 3) -> KVCache:
