@@ -112,15 +112,17 @@ def stats(
 
 
 def test_every_format_in_a_directory(stats: Callable[..., Result], tmp_path: Path) -> None:
+    data = tmp_path / "data"  # the cache lies beside it
+    data.mkdir()
     for name, rows in FORMATS.items():
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines(*rows)))
-    (tmp_path / "README.md").write_text("About it.")
-    code, out, err = stats(tmp_path, "--json")
+        (data / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines(*rows)))
+    (data / "README.md").write_text("About it.")
+    code, out, err = stats(data, "--json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
     assert facts["examples"] == sum(map(len, FORMATS.values()))
     assert facts["response_tokens"] >= 2 * facts["examples"]
-    assert facts["unused"]["skipped_files"] == [str(tmp_path / "README.md")]
+    assert facts["unused"]["skipped_files"] == [str(data / "README.md")]
 
 
 @pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED)

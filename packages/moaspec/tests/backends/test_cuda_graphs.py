@@ -23,6 +23,7 @@ from moaspec.backends.fast_target import accelerate
 from moaspec.calibration.measure_costs import fingerprint
 from moaspec.calibration.round_parts import RoundParts
 from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, PassSizes, tree_mask
+from moaspec.drafting.reserved_memory import ReservedMemory
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.target.target import Target
 from recorder import Recorder, recorders
@@ -138,7 +139,9 @@ def test_passes_compute_and_store_the_same(family: str) -> None:
     assert log == ["capture", "replay", "replay", "capture", "replay", "replay", "replay"]
 
 
-def test_a_grown_cache_is_another_one() -> None:
+def test_a_grown_cache_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where growing copies it, as on GPUs."""
+    monkeypatch.setattr(ReservedMemory, "reserve", lambda *_: None)
     target, log = recording()
     plain, caches = tiny.target(), (cache_of(target), cache_of(tiny.target()))
     for seed, start in enumerate((0, 3, 6)):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,7 +32,9 @@ def vllm_check(
         str | None, "Target as vLLM loads it; default: what the drafter records."
     ] = None,
     num_speculative_tokens: Annotated[int, "Tokens of one draft, 1 to 16."] = 3,
-    dtype: Annotated[str, "Of the target: auto, bfloat16, float16 or float32."] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], "Of the target; auto: vLLM's choice."
+    ] = "auto",
     requests: Annotated[str, "Numbers of requests whose steps are timed."] = "1,8,64",
     engine: Annotated[
         str, "Further arguments of vllm.LLM as JSON, for both engines."
