@@ -153,12 +153,14 @@ class Scheduler:
         return taken
 
     def turns(self, owners: Sequence[str]) -> list[str]:
-        """The owners whose requests the next pass takes, in the order given.
+        """All owners that wait, in the order in which a pass takes their requests.
 
-        For passes that have limits of their own. `owners` are all that wait.
+        Owners that are ahead come last; else the order given stays. This is for passes that have
+        limits of their own: room that is left in one is used.
         """
         self._arrive(set(owners))
-        return [owner for owner in owners if owner in self._whose_turn(owners)]
+        first = self._whose_turn(owners)
+        return sorted(owners, key=lambda owner: owner not in first)
 
     def served_of(self, owner: str) -> float:
         """Seconds of work that an owner was served, or would start from."""

@@ -319,9 +319,8 @@ class SharedVerifier:
         seen: Counter[str] = Counter()
         order: list[tuple[int, int, _QueuedRequest]] = []
         for job in jobs:
-            if job.owner in turns:
-                order.append((seen[job.owner], turns[job.owner], job))
-                seen[job.owner] += 1
+            order.append((seen[job.owner], turns[job.owner], job))
+            seen[job.owner] += 1
         taken = _Pass(self.options, self.prompt_piece, *self._owner_limits())
         chosen = {id(job) for *_, job in sorted(order, key=lambda one: one[:2]) if taken.take(job)}
         waiting = {id(job) for job in jobs} - chosen

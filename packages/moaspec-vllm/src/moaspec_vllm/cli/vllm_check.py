@@ -41,7 +41,7 @@ def vllm_check(
     ] = '{"max_model_len": 2048}',
     as_json: Json = False,
 ) -> None:
-    """Try a drafter inside the vLLM of this machine, and print a report.
+    """Try a drafter in this machine's vLLM.
 
     Two engines run one after the other, plain vLLM and vLLM with the drafter: 20 texts of each are
     compared, and steps are timed with drafts for all requests. The report has what a maintainer
