@@ -271,6 +271,8 @@ class Engine:
 
     def _charge_reading(self, read: Sequence[tuple[str, int, int]], seconds: float) -> None:
         """Charge a pass that read; by text its owner, the tokens before, and those of the pass."""
+        if not self.scheduler.is_shared:
+            return
         costs, tokens = self.scheduler.reading, Counter[str]()
         looks = sum(size * (start + size / 2) for _, start, size in read)
         for owner, _, size in read:
@@ -281,6 +283,8 @@ class Engine:
     def _charge_round(
         self, requests: Sequence[RequestState], asked: Sequence[VerifyRequest], seconds: float
     ) -> None:
+        if not self.scheduler.is_shared:
+            return
         costs, tokens = self.scheduler.rounds, Counter[str]()
         for request, sent in zip(requests, asked, strict=True):
             tokens[request.owner] += len(sent.new_tokens) + len(sent.tree.tokens)

@@ -37,6 +37,11 @@ MEMORY = 0.98
 
 ASSUMED = 0.1
 """Weight of the assumed costs, in measured passes."""
+FLOOR = ASSUMED * (1 - MEMORY)
+"""Of it, what a pass gives back, so that the weight stays."""
+
+FIT_EVERY = 16
+"""Passes from one fit to the next, after the first ones: it takes a hundredth of a small pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,7 @@ class PassCosts:
         self._assumed = np.array([fixed * token_s, token_s, token_s / CONTEXT_OF_DOUBLE])
         self._products, self._sums = ASSUMED * np.eye(3), np.full(3, ASSUMED)
         self._parts = self._assumed
+        self._num_passes = 0
 
     def record(self, tokens: int, context: float, seconds: float) -> None:
         """Record a pass.
@@ -79,9 +85,13 @@ class PassCosts:
         shares = self._assumed * (1.0, tokens, tokens * context) / seconds
         self._products = MEMORY * self._products + np.outer(shares, shares)
         self._sums = MEMORY * self._sums + shares
-        floor = ASSUMED * (1 - MEMORY)  # keeps the assumption's weight
-        self._products += floor * np.eye(3)
-        self._sums += floor
+        self._products += FLOOR * np.eye(3)
+        self._sums += FLOOR
+        self._num_passes += 1
+        if self._num_passes < FIT_EVERY or self._num_passes % FIT_EVERY == 0:
+            self._fit()
+
+    def _fit(self) -> None:
         factors = np.linalg.solve(self._products, self._sums)
         self._parts = self._assumed * np.clip(factors, 0.01, None)
 
@@ -129,6 +139,11 @@ class Scheduler:
         self._steps = 0
         self._next_round = 0  # when texts of an owner alone next decode beside its prompts
         self._last: dict[int, int] = {}  # by key, the latest step that it took part in
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody else waits, or steps are short because somebody may."""
+        return self.step_s is not None or len(self._present) > 1
 
     def next_step(self, work: Sequence[Work]) -> dict[int, int]:
         """By key, the tokens to read of a prompt, and 1 for a text that decodes.
