@@ -136,13 +136,13 @@ class _Steps(Collector):
         ):
             yield CounterMetricFamily(f"moaspec_{name}", what, value=total)
         for kind, name, what, read in (
-            (GaugeMetricFamily, "active_texts", "Texts in decoding.", "active"),
-            (GaugeMetricFamily, "waiting_texts", "Texts that wait for a place.", "waiting"),
-            (CounterMetricFamily, "read_tokens", "Tokens read.", "read_tokens"),
-            (CounterMetricFamily, "written_tokens", "Tokens written.", "written_tokens"),
-            (GaugeMetricFamily, "cache_bytes", "Keys and values.", "cache_bytes"),
+            (GaugeMetricFamily, "active_texts", "Texts in decoding.", lambda work: work.active),
+            (GaugeMetricFamily, "waiting_texts", "Texts that wait.", lambda work: work.waiting),
+            (CounterMetricFamily, "read_tokens", "Tokens read.", lambda work: work.read_tokens),
+            (CounterMetricFamily, "written_tokens", "Tokens written.", lambda w: w.written_tokens),
+            (GaugeMetricFamily, "cache_bytes", "Keys and values.", lambda work: work.cache_bytes),
         ):
             family = kind(f"moaspec_owner_{name}", what, labels=["owner"])
             for owner, work in sorted(counts.owners.items()):
-                family.add_metric([owner], getattr(work, read))
+                family.add_metric([owner], read(work))
             yield family

@@ -17,6 +17,7 @@ from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading, status
 from moaspec_core.cli.terminal.table import Table, show_table
 from moaspec_core.errors import InputError, ServingError
+from moaspec_vllm.cli.vllm_config import DrafterName, DraftLength, TargetName
 
 NUM_TEXTS = 20
 NEW_TOKENS = 64
@@ -25,13 +26,9 @@ LAST_LINES = 4000  # characters of a failed engine's log that are shown
 
 @with_options
 def vllm_check(
-    drafter: Annotated[
-        str, typer.Argument(help="Bundled alias, directory or hub id of the drafter.")
-    ] = MODEL,
-    model: Annotated[
-        str | None, "Target as vLLM loads it; default: what the drafter records."
-    ] = None,
-    num_speculative_tokens: Annotated[int, "Tokens of one draft, 1 to 16."] = 3,
+    drafter: DrafterName = MODEL,
+    model: TargetName = None,
+    num_speculative_tokens: DraftLength = 3,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], "Of the target; auto: vLLM's choice."
     ] = "auto",

@@ -14,16 +14,18 @@ from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading
 from moaspec_core.errors import InputError, MismatchError
 
+DrafterName = Annotated[
+    str, typer.Argument(help="Bundled alias, directory or hub id of the drafter.")
+]
+TargetName = Annotated[str | None, "Target as vLLM loads it; default: what the drafter records."]
+DraftLength = Annotated[int, "Tokens of one draft, 1 to 16."]
+
 
 @with_options
 def vllm_config(
-    drafter: Annotated[
-        str, typer.Argument(help="Bundled alias, directory or hub id of the drafter.")
-    ] = MODEL,
-    model: Annotated[
-        str | None, "Target as vLLM loads it; default: what the drafter records."
-    ] = None,
-    num_speculative_tokens: Annotated[int, "Tokens of one draft, 1 to 16."] = 3,
+    drafter: DrafterName = MODEL,
+    model: TargetName = None,
+    num_speculative_tokens: DraftLength = 3,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the arguments of vllm.LLM as JSON.")
     ] = False,
