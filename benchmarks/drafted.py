@@ -59,7 +59,7 @@ def main() -> None:
 
     def ours(**how: Any) -> Callable[[Sequence[int]], Found]:
         def run(ids: Sequence[int]) -> Found:
-            target.observed_times.clear()
+            target.draft_settings.clear()
             start = time.perf_counter()
             result = moaspec.generate(target, ids, max_new_tokens=most, **how)
             seconds = time.perf_counter() - start

@@ -91,7 +91,7 @@ def _compared(
     speeds: dict[str, list[float]] = {"plain": [], "auto": []}
     for run in range(-1, runs):  # the first pair warms up
         for name in ("plain", "auto") if run % 2 else ("auto", "plain"):
-            target.observed_times.clear()
+            target.draft_settings.clear()
             used = drafter if name == "auto" else None
             result = moaspec.generate(target, ids, drafter=used, max_new_tokens=tokens)
             if run >= 0:

@@ -24,13 +24,13 @@ from moaspec_core.policy.cost_model import (
 from moaspec_core.policy.observed_times import NEIGHBOURS, ObservedTimes
 from moaspec_core.sampling.params import GREEDY, SamplingParams
 
-MAX_LOSS = 0.02
+MAX_LOSS = 0.015
 """Most time that drafting without success may cost a request, as a share of plain decoding. We
 promise 3%: what decides also takes time, and costs are known to some per cent."""
 
 LEAST_SPEEDUP = 1.0  # of a request's rounds with drafts; below it the request pauses
 
-CREDIT_TOKENS = 48
+CREDIT_TOKENS = 64
 """A request may always lose the time to encode its prompt plus `MAX_LOSS` of plain decoding this
 many tokens, however few it has written."""
 
@@ -47,7 +47,8 @@ with 32 tokens of a prompt as with all of it ("How much of a prompt", lab/log/pe
 
 PROVEN_ROUNDS, WIDER_GAIN = 8, 0.03
 """The whole of the drafter's window is encoded after this number of rounds with drafts, if drafts
-paid and the encoding takes less than this share of plain decoding the rest of the text."""
+gained more than that costs and it takes less than this share of plain decoding the rest of the
+text."""
 
 LATE_TOKENS = 32  # tokens that are typically encoded together after a pause
 
@@ -312,9 +313,8 @@ class AdaptivePolicy:
         encoding_s = costs.accept_s(min(self._whole_window, length))
         if 2 * (length - self._first) >= self._whole_window:
             self._first = 0  # the verifier goes on from half a window
-        elif self._speedup.value > 1 and encoding_s < WIDER_GAIN * self._room * costs.plain_s:
+        elif encoding_s < min(-self.lost_s, WIDER_GAIN * self._room * costs.plain_s):
             self.window, self._first, self._unencoded = 0, 0, length - 1
-            self._prompt_s += encoding_s / costs.excess
 
     def _pays(self, costs: RoundCosts, plain_s: float, num_requests: int) -> bool:
         """Whether the expected gain exceeds the missing encoding, or it may be lost alone."""

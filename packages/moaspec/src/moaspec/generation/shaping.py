@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from moaspec.backends.fast_target import same_bits
 from moaspec.calibration.assumed_costs import assumed_costs, sure_costs
-from moaspec.calibration.choose_layers import best_option, layers_options
+from moaspec.calibration.choose_layers import LayersOption, best_option, layers_options
 from moaspec.calibration.first_use import measure_again, measure_once
 from moaspec.drafting.proposer_checks import drafts_behind
 from moaspec.model.moa import MoADrafter
@@ -53,19 +53,30 @@ def shaping_for(
         options, _ = measure_once(target, drafter, num_target_layers=num_target_layers)
     chosen = best_option(options)
     layers = chosen.num_target_layers
+    if by_clock:  # later calls go by what earlier ones have computed and seen
+        of_drafter = target.draft_settings.setdefault(drafter, {})
+        key = chosen, free_branches
+        if key not in of_drafter:
+            of_drafter[key] = _settings_by_clock(target, drafter, chosen, free_branches)
+        return of_drafter[key]
     costs = chosen.costs
-    if costs is None and by_clock:
-        costs = assumed_costs(target, drafter, layers)
-    elif costs is None:
+    if costs is None:
         costs = sure_costs(target, drafter, layers, chosen.prior)
     if costs is None:
         return DraftSettings(None, free_branches, None, chosen.prior, num_target_layers=layers)
     lags = drafts_behind(drafter, layers)
-    times: ObservedTimes | None = None
-    if by_clock:  # later calls go by what earlier ones have seen
-        of_drafter = target.observed_times.setdefault(drafter, {})
-        times = of_drafter.setdefault(costs, ObservedTimes())
-    return DraftSettings(tree, free_branches, costs, chosen.prior, lags, layers, times=times)
+    return DraftSettings(tree, free_branches, costs, chosen.prior, lags, layers)
+
+
+def _settings_by_clock(
+    target: Target, drafter: MoADrafter, chosen: LayersOption, free_branches: FreeBranches
+) -> DraftSettings:
+    """Settings whose costs are corrected by observed times."""
+    layers = chosen.num_target_layers
+    costs = chosen.costs or assumed_costs(target, drafter, layers)
+    lags = drafts_behind(drafter, layers)
+    times = ObservedTimes()
+    return DraftSettings("auto", free_branches, costs, chosen.prior, lags, layers, times=times)
 
 
 def renewed_shaping(

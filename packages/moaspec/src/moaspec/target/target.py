@@ -46,7 +46,7 @@ class Target(TargetSpec):
         packed: whether its linear layers are packed for this CPU, so that it cannot be moved.
         threads: `moaspec.backends` sets a limit of CPU threads here.
         token_pass_s: seconds of a pass over one token, once it was timed; see `first_use`.
-        observed_times: times of rounds, by drafter and by cost table; see `shaping_for`.
+        draft_settings: of earlier calls, by drafter and choice; see `shaping_for`.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
@@ -72,7 +72,7 @@ class Target(TargetSpec):
                 f"{model.config._attn_implementation!r}; verifying a tree needs masks that only "
                 "'sdpa' takes as they are. Load it with attn_implementation='sdpa'."
             )
-        self.observed_times: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        self.draft_settings: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
         super().__init__(
             model.config,
