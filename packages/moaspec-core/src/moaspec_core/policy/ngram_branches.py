@@ -59,7 +59,7 @@ class NgramBranches:
         if isinstance(shape, KnownCosts):
             if num_requests > 1:  # a path of one request gives the others pads
                 return 0.0
-            shape = shape.at(length, 1).tree
+            shape = shape.at(length, 1).copies
         self._shape = limited = shape.limited(depth)
         if limited is None:
             return 0.0
