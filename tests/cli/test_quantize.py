@@ -42,6 +42,23 @@ def test_it_reaches_the_target(
     assert seen == ["int4", None, "inputs"]
 
 
+def test_it_reaches_the_target_that_writes_data(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def load(*_: Any, **options: Any) -> None:
+        seen.append(options["quantize"])
+        raise InputError("enough seen")
+
+    load_targets_by(monkeypatch, load)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "Why?"}]}\n')
+    asked = ("regenerate", str(prompts), "--out", str(tmp_path / "out"), "--quantize", "inputs")
+    out = cli("data", *asked)
+    assert (out.code, seen) == (2, ["inputs"]), out.err
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
