@@ -22,6 +22,7 @@
 namespace {
 
 constexpr int kUnpackedGroups = 8;             // groups whose bytes are multiplied with all rows before the next ones
+constexpr int kFewGroups = 2;                  // the same with rows of one tile: they wait for memory, not in bursts
 constexpr int kGroupRegisters = kGroup / 4;    // of bytes, in a group
 constexpr int kRegisterBytes = 4 * kLanes;     // four for each output
 
@@ -157,8 +158,9 @@ void multiply_integers(const GroupBytes* x, int64_t rows, int64_t stride, const 
   std::fill_n(sums, rows * kLanes, 0.0f);
   UnpackedGroups<K> weights;
   const int64_t groups = inputs / kGroup, first_code = L::codes(inputs);
-  for (int64_t first = 0; first < groups; first += kUnpackedGroups) {
-    const int count = static_cast<int>(std::min<int64_t>(kUnpackedGroups, groups - first));
+  const int64_t together = rows <= kIntegerRows ? kFewGroups : kUnpackedGroups;
+  for (int64_t first = 0; first < groups; first += together) {
+    const int count = static_cast<int>(std::min(together, groups - first));
     for (int i = 0; i < count; i++) {
       const int64_t g = first + i;
       prefetch(step_address(panel + first_code, next + first_code, g + kIntegerPrefetch, groups, L::kCodeBytes),

@@ -12,7 +12,7 @@ constexpr bool kSignedBytes = true;  // of 8 bits and of tables
 #endif
 constexpr int kIntegerRows = 6;       // rows of a tile
 constexpr int kDotLanes = 8;          // outputs of a register of dot products
-constexpr int kIntegerPrefetch = 32;  // prefetch distance, in groups
+constexpr int kIntegerPrefetch = 16;  // prefetch distance, in groups
 
 using DotFloats = __m256;
 

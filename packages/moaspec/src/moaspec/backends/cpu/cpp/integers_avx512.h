@@ -8,7 +8,7 @@ namespace {
 constexpr bool kSignedBytes = false;  // a byte of a weight is unsigned
 constexpr int kIntegerRows = 8;       // rows of a tile
 constexpr int kDotLanes = 16;         // outputs of a register of dot products
-constexpr int kIntegerPrefetch = 32;  // prefetch distance, in groups
+constexpr int kIntegerPrefetch = 16;  // prefetch distance, in groups
 
 using DotFloats = __m512;
 
