@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 KEY = "MOASPEC_API_KEY"
 BATCH = 8  # conversations decoded together here
 GROUP_SIZE = 64  # conversations that are saved together
-LOCAL = ("drafter", "adapter", "dtype", "quantize", "device", "threads")  # no effect with --endpoint
+LOCAL = (
+    "drafter",
+    "adapter",
+    "dtype",
+    "quantize",
+    "device",
+    "threads",
+)  # no effect with --endpoint
 
 
 @dataclass(frozen=True)

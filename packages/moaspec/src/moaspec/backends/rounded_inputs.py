@@ -41,7 +41,12 @@ def require_inputs(*, dtype: str, device: str, packed: bool) -> None:
         return
     if dtype != "bfloat16":
         raise InputError(f"quantize={INPUTS!r} goes with dtype bfloat16, got {dtype}.")
-    if not must_compile() and (reason := why_not()) is not None:
+    if not must_compile():
+        _require_kernels()
+
+
+def _require_kernels() -> None:
+    if (reason := why_not()) is not None:
         raise InputError(f"quantize={INPUTS!r} takes moaspec's kernels: {reason}.")
 
 
@@ -53,8 +58,10 @@ def round_inputs(model: Any, *, name: str, packed: bool) -> None:
         packed: kernels will round; else PyTorch does, with weights widened, for comparisons.
 
     Raises:
-        InputError: no weights are in a file's bits.
+        InputError: no weights are in a file's bits; or kernels could not be compiled.
     """
+    if packed:
+        _require_kernels()
     for module in list(model.modules()):
         for names in (GATED, (JOINED,)):
             parts = [getattr(module, one, None) for one in names]

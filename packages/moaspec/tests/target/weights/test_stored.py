@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import gguf_models
 import moaspec
 import tiny
+from moaspec.backends import rounded_inputs
 from moaspec.backends.cpu.build import why_not
 from moaspec.backends.fast_target import same_bits, weight_bytes
 from moaspec.backends.rounded_inputs import require_inputs
@@ -147,7 +148,9 @@ def test_inputs_are_rounded_by_kernels_as_by_pytorch(
     assert_close(logits_of(target), logits, atol=0.08 * float(logits.abs().max()), rtol=0)
 
 
-def test_inputs_of_other_targets_are_not_rounded(tmp_path: Path) -> None:
+def test_inputs_of_other_targets_are_not_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "model.gguf")
     with pytest.raises(InputError, match="goes with dtype bfloat16, got float32"):
         moaspec.load_target(path, dtype="float32", quantize="inputs")
@@ -156,6 +159,14 @@ def test_inputs_of_other_targets_are_not_rounded(tmp_path: Path) -> None:
     gguf_models.model("llama").save_pretrained(tmp_path / "plain")
     with pytest.raises(InputError, match="is for GGUF files of quantised weights"):
         moaspec.load_target(tmp_path / "plain", packed=False, quantize="inputs")
+    for compiles in (
+        False,
+        True,
+    ):  # it turns out before weights are read, or after a compiler failed
+        monkeypatch.setattr(rounded_inputs, "must_compile", lambda compiles=compiles: compiles)
+        monkeypatch.setattr(rounded_inputs, "why_not", lambda: "the compiler failed")
+        with pytest.raises(InputError, match="takes moaspec's kernels: the compiler failed"):
+            moaspec.load_target(path, dtype="bfloat16", quantize="inputs")
 
 
 def test_a_type_that_kernels_do_not_keep_is_widened_alone(tmp_path: Path) -> None:
