@@ -77,7 +77,7 @@ def test_one_thing_has_one_name() -> None:
 @pytest.mark.parametrize(
     ("option", "choices"),
     [
-        ("--quantize", ["int8", "int4"]),
+        ("--quantize", ["int8", "int4", "inputs"]),
         ("--on-cut", ["rollback", "keep", "wait"]),
         ("--codec", ["fp16", "int8", "int4"]),
         ("--bits", ["8", "4"]),

@@ -38,13 +38,31 @@ def test_it_reaches_the_target(
     load_targets_by(monkeypatch, load)
     assert cli(*command, "--quantize", "int4").code == 2
     assert cli(*command).code == 2
-    assert seen == ["int4", None]
+    assert cli(*command, "--quantize", "inputs").code == 2
+    assert seen == ["int4", None, "inputs"]
+
+
+def test_it_reaches_the_target_that_writes_data(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def load(*_: Any, **options: Any) -> None:
+        seen.append(options["quantize"])
+        raise InputError("enough seen")
+
+    load_targets_by(monkeypatch, load)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "Why?"}]}\n')
+    asked = ("regenerate", str(prompts), "--out", str(tmp_path / "out"), "--quantize", "inputs")
+    out = cli("data", *asked)
+    assert (out.code, seen) == (2, ["inputs"]), out.err
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (("generate", "Why?", "--quantize", "int3"), "is not one of 'int8', 'int4'"),
+        (("generate", "Why?", "--quantize", "int3"), "is not one of 'int8', 'int4', 'inputs'"),
         (("chat", "--url", "http://127.0.0.1:1", "--quantize", "int8"), "they are the server's"),
         (("target-server", "--engine", "vllm", "--quantize", "int8"), "is for --engine torch"),
     ],

@@ -64,9 +64,10 @@ Dtype = Annotated[
     typer.Option(help="auto: bfloat16 if it is faster here, else float32."),
 ]
 Quantize = Annotated[
-    Literal["int8", "int4"] | None,
-    "Round the target's weights by torchao. Its text is then the rounded target's, with "
-    "drafts and without, and not the original's.",
+    Literal["int8", "int4", "inputs"] | None,
+    "int8, int4: round the target's weights by torchao. inputs: of a GGUF file round what weights "
+    "are multiplied with, to 8 bits. Its text is then the rounded target's, with drafts and "
+    "without, and not the original's.",
 ]
 Adapter = Annotated[
     str | None,

@@ -14,6 +14,7 @@ from moaspec_core.cli.options import (
     Device,
     Dtype,
     Model,
+    Quantize,
     Threads,
     read_lines,
     sent_api_key,
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
 KEY = "MOASPEC_API_KEY"
 BATCH = 8  # conversations decoded together here
 GROUP_SIZE = 64  # conversations that are saved together
-LOCAL = ("drafter", "adapter", "dtype", "device", "threads")  # no effect with --endpoint
+LOCAL = (
+    "drafter",
+    "adapter",
+    "dtype",
+    "quantize",
+    "device",
+    "threads",
+)  # no effect with --endpoint
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class WritingOptions:
     ] = None
     adapter: Adapter = None
     dtype: Dtype = "auto"
+    quantize: Quantize = None
     device: Device = "cpu"
     threads: Threads = None
     for_: Annotated[
@@ -85,7 +94,7 @@ class WritingOptions:
         return [] if path is None else read_lines("--system-prompts", path)
 
     def load(self, generation_config: Literal["auto"] | None = "auto") -> tuple[Target, Any]:
-        with loading(self.model, self.threads):
+        with loading(self.model, self.threads, self.quantize):
             from moaspec.backends.load import load_target
             from moaspec.generation.drafters import check_any_drafter, load_any_drafter
 
@@ -93,6 +102,7 @@ class WritingOptions:
             target = load_target(
                 self.model,
                 dtype=self.dtype,
+                quantize=self.quantize,
                 device=self.device,
                 adapter=self.adapter,
                 generation_config=generation_config,

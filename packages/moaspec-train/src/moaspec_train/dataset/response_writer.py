@@ -175,6 +175,7 @@ class ResponseWriter(Writer):
             "target": self.target.name,
             "identity": self.target.identity.as_dict(),
             "dtype": str(self.target.dtype),
+            **({"quantize": self.target.quantize} if self.target.quantize else {}),
             **dataclasses.asdict(self.options),
             "top_p": self._sampling(0).top_p,
             **({"generation_config": defaults} if defaults else {}),

@@ -8,6 +8,7 @@ import torch
 from moaspec.backends.cpu.build import must_compile, why_not
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
+from moaspec.backends.rounded_inputs import INPUTS, require_inputs, round_inputs
 from moaspec.backends.weight_only import quantise, require_quantize
 from moaspec.target.registry import (
     read_chat_template,
@@ -46,8 +47,10 @@ def load_target(
         device: a torch device.
         packed: accelerate it, see `moaspec.backends.fast_target.accelerate`. Without it the model
             is as transformers loads it, for training and comparisons.
-        quantize: "int8" or "int4" rounds weights by torchao, see `backends.weight_only`. This
-            changes the target: its texts, with drafts or without, are those of the rounded weights.
+        quantize: "int8" or "int4" rounds weights by torchao, see `backends.weight_only`. "inputs"
+            rounds each 32 numbers that weights in a GGUF file's bits are multiplied with to 8 bits,
+            see `backends.rounded_inputs`. This changes the target: its texts, with drafts or
+            without, are those of the rounded target.
         adapter: directory of a LoRA adapter of peft, which is merged into the weights.
         tokenizer: directory with a tokenizer.json that is read in place of the target's own
             tokenizer, such as one in a GGUF file that is not known here.
@@ -67,8 +70,11 @@ def load_target(
     """
 
     def read(chosen: str) -> Target:
-        if quantize is not None:
+        if quantize == INPUTS:
+            require_inputs(dtype=chosen, device=device, packed=packed)
+        elif quantize is not None:
             require_quantize(quantize, dtype=chosen, device=device)
+        kernels_multiply = packed and chosen == "bfloat16" and (must_compile() or why_not() is None)
         return read_target(
             name,
             dtype=chosen,
@@ -78,11 +84,7 @@ def load_target(
             tokenizer=tokenizer,
             generation_config=generation_config,
             # Kernels keep these bits; other uses want ordinary weights.
-            in_file_bits=packed
-            and quantize is None
-            and chosen == "bfloat16"
-            and on_cpu
-            and (must_compile() or why_not() is None),
+            in_file_bits=on_cpu and (quantize == INPUTS or (quantize is None and kernels_multiply)),
         )
 
     require_device(device)
@@ -96,7 +98,9 @@ def load_target(
             target = read(chosen)
     else:
         target = read(chosen_dtype(dtype, device=device, packed=packed))
-    if quantize is not None:
+    if quantize == INPUTS:
+        round_inputs(target.model, name=target.name, packed=packed)
+    elif quantize is not None:
         quantise(target.model, quantize, name=target.name, packed=packed)
     if template is not None:
         replace_chat_template(target, template, where=str(chat_template))

@@ -46,7 +46,8 @@ class PackedLinear(nn.Module):
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
         bias = None if linear.bias is None else linear.bias.detach()
         if isinstance(linear, StoredLinear) and Matrix.can_hold_stored(linear.stored):
-            self._backend = CpuKernelLinear(Matrix.of_stored(linear.stored, bias), bias)
+            matrix = Matrix.of_stored(linear.stored, bias, rounds_inputs=linear.rounds_inputs)
+            self._backend = CpuKernelLinear(matrix, bias)
             return
         weight = linear.weight.detach()
         self._backend = fastest_backend(
@@ -149,11 +150,13 @@ def _side_by_side(linears: Sequence[Linear]) -> Linear:
     stored = [one for one in linears if isinstance(one, StoredLinear)]
     if len(stored) == len(linears):
         weight = StoredWeight.joined([one.stored for one in stored])
-        return StoredLinear(weight, bias, stored[0].dtype)
+        joined = StoredLinear(weight, bias, stored[0].dtype)
+        joined.rounds_inputs = stored[0].rounds_inputs
+        return joined
     return frozen_linear(torch.cat([one.weight for one in linears]), bias)
 
 
-def _in_one_format(linears: Sequence[Linear]) -> list[Linear]:
+def in_one_format(linears: Sequence[Linear]) -> list[Linear]:
     """Dequantise layers whose GGUF types differ, as kernels read gate and up from one matrix.
 
     Others stay as they are.
@@ -216,7 +219,7 @@ def pack_linears(
         if child in keep:
             continue
         if _is_plain(child):
-            (one,) = _in_one_format([child]) if name == JOINED else (child,)
+            (one,) = in_one_format([child]) if name == JOINED else (child,)
             setattr(module, name, PackedLinear(one, drafts=drafts))
         else:
             pack_linears(child, keep=keep, drafts=drafts)
@@ -238,7 +241,7 @@ def _fuse(module: nn.Module, keep: tuple[nn.Module, ...], *, drafts: bool) -> No
         if len(found) < len(names) or len({one.in_features for one in found}) * len(biased) > 1:
             continue
         if names == GATED:
-            found = _in_one_format(found)
+            found = in_one_format(found)
         for name, part in zip(names, join_linears(found, drafts=drafts), strict=True):
             setattr(module, name, part)
 

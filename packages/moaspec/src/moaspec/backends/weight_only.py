@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moaspec.backends.cpu.quantized_weight import BLOCK, QuantizedWeight
+from moaspec.backends.rounded_inputs import INPUTS
 from moaspec_core.errors import InputError
 from moaspec_core.support.extras import require
 
@@ -39,7 +40,8 @@ def require_quantize(quantize: str, *, dtype: str, device: str) -> None:
         InputError: an unknown kind, a device or dtype for which there is none, or no torchao.
     """
     if quantize not in BITS:
-        raise InputError(f"Unknown quantize={quantize!r}; choose one of {', '.join(BITS)}.")
+        choices = ", ".join((*BITS, INPUTS))
+        raise InputError(f"Unknown quantize={quantize!r}; choose one of {choices}.")
     dtypes = DTYPES.get(torch.device(device).type)
     if dtypes is None:
         raise InputError(

@@ -150,7 +150,7 @@ def _check_here(
     checked: dict[str, list[CheckedText]] = {}
     whole = True
     text: list[int] = []
-    both = thorough and asked.dtype == "auto"
+    both = thorough and asked.dtype == "auto" and asked.quantize != "inputs"
     for dtype in dict.fromkeys((chosen, "float32") if both else (chosen,)):
         with status(f"Loading {model} in {dtype}"):
             plan = _plan(partial(load, dtype=dtype), asked, prompts, settings)

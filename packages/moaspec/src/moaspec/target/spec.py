@@ -22,8 +22,8 @@ class TargetSpec:
         dtype: of weights, keys and values; None where a subclass has the weights.
         generation_config: transformers' own, or None.
         device: of keys and values.
-        quantize: format to which weights were rounded ("int8", "int4"), which makes this another
-            target; None for weights as loaded.
+        quantize: format to which weights were rounded ("int8", "int4"), or "inputs" where those of
+            linear layers are rounded, which makes this another target; None for neither.
 
     Attributes:
         adapter: hash of the adapter in its weights, which makes this another target; or None.
@@ -57,6 +57,8 @@ class TargetSpec:
     def precision(self) -> str:
         """Dtype and quantisation in words; texts and costs of different ones are not compared."""
         dtype = str(self.dtype).removeprefix("torch.")
+        if self.quantize == "inputs":
+            return f"{dtype}, inputs in 8 bits"
         return dtype if self.quantize is None else f"{dtype}, {self.quantize} weights"
 
     @property

@@ -185,7 +185,7 @@ def test_an_unknown_set_of_instructions_is_told(
     assert why_not() is not None
     assert why_not() is not None  # told once
     assert [text for text in caplog.messages if text.startswith(build.SWITCH)] == [
-        "MOASPEC_KERNELS=avx-512 is ignored; it must be off, avx2, avx512, amx or unset."
+        "MOASPEC_KERNELS=avx-512 is ignored; it must be off, avx2, avxvnni, avx512, amx or unset."
     ]
 
 
@@ -204,18 +204,20 @@ def test_they_can_be_switched_off(
 @needs_cpu
 @pytest.mark.usefixtures("afresh")
 @pytest.mark.parametrize(
-    ("has_bf16", "has_amx", "granted", "names"),
+    ("has_bf16", "has_amx", "granted", "has_vnni", "names"),
     [
-        (True, True, True, ["amx", "avx512", "avx2"]),
-        (True, True, False, ["avx512", "avx2"]),
-        (True, False, True, ["avx512", "avx2"]),
-        (False, True, True, ["avx2"]),
+        (True, True, True, True, ["amx", "avx512", "avxvnni", "avx2"]),
+        (True, True, False, False, ["avx512", "avx2"]),
+        (True, False, True, False, ["avx512", "avx2"]),
+        (False, True, True, True, ["avxvnni", "avx2"]),
+        (False, True, True, False, ["avx2"]),
     ],
 )
 def test_what_kernels_are_compiled_for(
     has_bf16: bool,
     has_amx: bool,
     granted: bool,
+    has_vnni: bool,
     names: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,7 +229,9 @@ def test_what_kernels_are_compiled_for(
     ):
         monkeypatch.setattr(torch.cpu, name, lambda answer=answer: answer)
     real = torch.cpu.get_capabilities()
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**real, "amx_bf16": has_amx})
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {**real, "amx_bf16": has_amx, "avx_vnni": has_vnni}
+    )
     assert build.supported() == build._wanted() == names
     for asked in names:
         monkeypatch.setenv(build.SWITCH, asked)

@@ -1,5 +1,7 @@
 """Weights in the bits of GGUF files: kernels multiply exactly the numbers that the format defines.
 
+Inputs are as they are, or rounded to 8 bits.
+
 The `gguf` package's dequantisation is the oracle.
 
 Legend: O outputs, I inputs.
@@ -7,6 +9,7 @@ Legend: O outputs, I inputs.
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 
 import numpy as np
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from bits import ROWS, needs_kernels, normal, same_bits, threads
 from moaspec.backends.cpu.embeddings import embed_by_kernels
 from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.rounded_inputs import in_8_bits
 from moaspec.target.weights.gguf_file import GGUFTensor
 from moaspec.target.weights.stored import HALVES, StoredEmbedding, StoredRows, StoredWeight
 
@@ -78,8 +82,46 @@ def test_products_have_the_files_numbers_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_row_has_the_same_bits_in_every_call(kind: GGMLQuantizationType) -> None:
-    matrix = Matrix.of_stored(StoredWeight([whole(tensor(kind, 72))]), None)
+@pytest.mark.parametrize("outputs", [16, 33, 56])
+def test_products_of_rounded_inputs(outputs: int, kind: GGMLQuantizationType) -> None:
+    """Also of inputs that are 0, or very small, or large beside their neighbours."""
+    weight, bias = StoredWeight([whole(tensor(kind, outputs))]), normal(outputs, seed=1)
+    values_OI, matrix = right(weight), Matrix.of_stored(weight, bias, rounds_inputs=True)
+    for rows in ROWS:
+        x = normal(rows, INPUTS, seed=2)
+        x[:, :32], x[:, 40], x[:1, 64:96] = 0, 900, 1e-35
+        used = in_8_bits(x).double()
+        assert not used[:1, 64:96].any()
+        exact = used @ values_OI.double().T + bias.double()
+        terms = used.abs() @ values_OI.double().abs().T + bias.double().abs()
+        got = matrix.product(x, single=True)
+        assert ((got.double() - exact).abs() <= 2.0**-18 * terms).all()
+        assert matrix.best(x).tolist() == [int(row.argmax()) for row in got]
+
+
+def test_products_of_rounded_inputs_have_the_same_bits_on_every_instruction_set() -> None:
+    """Sums of integers are exact, and float32 sums have one order."""
+    found = hashlib.sha256()
+    for kind in KINDS:
+        values, size = GGML_QUANT_SIZES[kind]
+        numbers = np.arange(48 * INPUTS // values * size, dtype=np.uint64)
+        blocks = (numbers * 2654435761 // 65536 % 256).astype(np.uint8).reshape(48, -1, size)
+        for start in HALVES[kind.name]:
+            blocks[:, :, start + 1] = blocks[:, :, start + 1] % 8 + 28  # float16 of 0.004 to 0.5
+        rows = GGUFTensor(kind.name, (48, INPUTS), kind, blocks.reshape(48, -1))
+        matrix = Matrix.of_stored(StoredWeight([whole(rows)]), None, rounds_inputs=True)
+        x = (torch.arange(9 * INPUTS) * 7919 % 1009 - 504).view(9, INPUTS).bfloat16() / 64
+        found.update(matrix.product(x, single=True).numpy().tobytes())
+    assert found.hexdigest()[:16] == "faaf05819ae1d7cd"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+def test_a_row_has_the_same_bits_in_every_call(
+    rounds_inputs: bool, kind: GGMLQuantizationType
+) -> None:
+    stored = StoredWeight([whole(tensor(kind, 72))])
+    matrix = Matrix.of_stored(stored, None, rounds_inputs=rounds_inputs)
     x = normal(200, INPUTS, seed=3)
     expected = matrix.product(x, single=True)
     for num in (1, 2, 3):

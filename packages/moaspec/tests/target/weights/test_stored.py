@@ -16,11 +16,14 @@ from torch.testing import assert_close
 import gguf_models
 import moaspec
 import tiny
+from moaspec.backends import rounded_inputs
+from moaspec.backends.cpu.build import why_not
 from moaspec.backends.fast_target import same_bits, weight_bytes
+from moaspec.backends.rounded_inputs import require_inputs
 from moaspec.target.registry import read_target
 from moaspec.target.target import Target
 from moaspec.target.weights.stored import StoredEmbedding, StoredLinear
-from moaspec_core.errors import UnknownModelError
+from moaspec_core.errors import InputError, UnknownModelError
 
 IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(40)]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
@@ -98,11 +101,15 @@ def test_a_target_has_the_files_weights(
     assert target.head(torch.zeros(2, 256).bfloat16(), torch.tensor([5, 3])).shape == (2, 2)
 
 
-def test_drafts_change_no_text_and_memory_is_the_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf")
-    target = moaspec.load_target(path, dtype="bfloat16")
-    if not same_bits(target):
+@pytest.mark.parametrize("quantize", [None, "inputs"])
+def test_drafts_change_no_text_and_memory_is_the_files(
+    quantize: str | None, tmp_path: Path
+) -> None:
+    if why_not() is not None:
         pytest.skip("needs kernels: without them passes of other widths have other bits")
+    path = write(tmp_path / "model.gguf")
+    target = moaspec.load_target(path, dtype="bfloat16", quantize=quantize)
+    assert same_bits(target)
     drafter = tiny.random_drafter(target).bfloat16()
     for temperature in (0.0, 1.0):
         options: dict[str, Any] = {
@@ -118,6 +125,48 @@ def test_drafts_change_no_text_and_memory_is_the_files(tmp_path: Path) -> None:
             drafted = moaspec.generate(target, prompts, drafter=drafter, tree=tree, **options)
             assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert weight_bytes(target) < 1.05 * path.stat().st_size
+
+
+def test_inputs_are_rounded_by_kernels_as_by_pytorch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if why_not() is not None:
+        pytest.skip("kernels round inputs")
+    path = write(tmp_path / "model.gguf")
+    target = moaspec.load_target(path, dtype="bfloat16", quantize="inputs")
+    assert target.precision == "bfloat16, inputs in 8 bits"
+    assert "its text is the rounded target's" in caplog.text
+    # Of each layer by itself: what rounds to bf16 in between moves some inputs to the next step.
+    plain = moaspec.load_target(path, dtype="float32", packed=False, quantize="inputs")
+    exact = moaspec.load_target(path, dtype="bfloat16")
+    x = torch.linspace(-3, 3, 4 * 256).sin().mul(5).view(4, 256).bfloat16()
+    ours, right, other = (one.model.model.layers[1].mlp.gate_proj for one in (target, plain, exact))
+    found = ours(x).float()
+    assert_close(found, right(x.float()), rtol=2.0**-8, atol=1e-4)  # one rounding to bf16
+    assert not torch.equal(found, other(x).float())
+    logits = plain.model(torch.tensor([IDS])).logits[0]
+    assert_close(logits_of(target), logits, atol=0.08 * float(logits.abs().max()), rtol=0)
+
+
+def test_inputs_of_other_targets_are_not_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "model.gguf")
+    with pytest.raises(InputError, match="goes with dtype bfloat16, got float32"):
+        moaspec.load_target(path, dtype="float32", quantize="inputs")
+    with pytest.raises(InputError, match="for the CPU, not for device 'cuda'"):
+        require_inputs(dtype="bfloat16", device="cuda", packed=True)
+    gguf_models.model("llama").save_pretrained(tmp_path / "plain")
+    with pytest.raises(InputError, match="is for GGUF files of quantised weights"):
+        moaspec.load_target(tmp_path / "plain", packed=False, quantize="inputs")
+    for compiles in (
+        False,
+        True,
+    ):  # it turns out before weights are read, or after a compiler failed
+        monkeypatch.setattr(rounded_inputs, "must_compile", lambda compiles=compiles: compiles)
+        monkeypatch.setattr(rounded_inputs, "why_not", lambda: "the compiler failed")
+        with pytest.raises(InputError, match="takes moaspec's kernels: the compiler failed"):
+            moaspec.load_target(path, dtype="bfloat16", quantize="inputs")
 
 
 def test_a_type_that_kernels_do_not_keep_is_widened_alone(tmp_path: Path) -> None:

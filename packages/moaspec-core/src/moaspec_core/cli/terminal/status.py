@@ -22,7 +22,7 @@ MAX_THREADS = 1024
 NO_BARS = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 SLOW_IMPORTS = "moaspec.slow_imports"
 """Entry points that name modules whose import takes seconds."""
-QUANTIZE = ("int8", "int4")
+QUANTIZE = ("int8", "int4", "inputs")
 REDRAWS_PER_S = 4.0  # few: they take CPU time from measurements
 log = logging.getLogger("moaspec")
 
@@ -54,7 +54,8 @@ def loading(
     if quantize is not None:
         if quantize not in QUANTIZE:
             raise InputError(f"Unknown quantize={quantize!r}; choose one of {', '.join(QUANTIZE)}.")
-        require("--quantize", "moaspec[quantize]")
+        if quantize != "inputs":
+            require("--quantize", "moaspec[quantize]")
     with status(f"Loading {what}") as shown:
         shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
 

@@ -32,7 +32,7 @@ SHIPPED = Path(__file__).parent / "compiled"
 """Libraries that a wheel carries, one for each name in `INSTRUCTIONS`."""
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
-"""Environment variable: "off": no kernels; "avx2", "avx512" or "amx": this set at most."""
+"""Environment variable: "off": no kernels; a name in `INSTRUCTIONS`: this set at most."""
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +134,14 @@ def supported() -> list[str]:
     """Names in `INSTRUCTIONS` that this CPU has, the fastest first; none on other systems."""
     if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
         return []
-    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
-        return ["avx2"]
-    return [name for name in INSTRUCTIONS if name != "amx" or _has_tiles()]
+    has_avx512 = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
+    has = {
+        "amx": has_avx512 and _has_tiles(),
+        "avx512": has_avx512,
+        "avxvnni": bool(torch.cpu.get_capabilities().get("avx_vnni")),
+        "avx2": True,
+    }
+    return [name for name in INSTRUCTIONS if has[name]]
 
 
 def _wanted() -> list[str]:

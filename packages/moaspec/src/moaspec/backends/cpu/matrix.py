@@ -76,15 +76,23 @@ class Matrix:
         self._begin(bias)
 
     @classmethod
-    def of_stored(cls, stored: StoredWeight, bias: Tensor | None) -> Matrix:
+    def of_stored(
+        cls, stored: StoredWeight, bias: Tensor | None, *, rounds_inputs: bool = False
+    ) -> Matrix:
         """A weight in the bits of a GGUF file, see `gguf_weights.h` and `can_hold_stored`.
 
         It is read from the file when it is moved, or used for the first time.
+
+        Args:
+            stored: the weight.
+            bias: (O,), or None.
+            rounds_inputs: round each 32 inputs to 8 bits, see `gguf_integers.h`.
         """
         made = cls.__new__(cls)
         made._stored, (made.outputs, made.inputs) = stored, stored.shape
-        made.bits, made._rounded = 0, False
-        made._panels, made._segments = torch.empty(0, dtype=torch.uint8), _segments_of(stored)
+        made.bits, made._rounded = 0, rounds_inputs
+        made._panels = torch.empty(0, dtype=torch.uint8)
+        made._segments = _segments_of(stored, rounds_inputs=rounds_inputs)
         made.described = made._segments[0].struct
         made._begin(bias)
         return made
@@ -143,7 +151,9 @@ class Matrix:
         The copy's outputs bound the exact ones. Only panels that may have the largest output are
         computed, so the result stays the same. A weight with a bias gets no copy.
         """
-        has_bounds = instructions() == "avx2" and self.bits == 16 and self._bias is None
+        has_bounds = (
+            instructions() in {"avx2", "avxvnni"} and self.bits == 16 and self._bias is None
+        )
         if has_bounds and self.inputs % BLOCK == 0:
             self._bounds = _OutputBounds(self._padded_weight(), self.outputs)
             self._describe()
@@ -256,14 +266,15 @@ def _sizes(stored: StoredWeight) -> list[int]:
     ]
 
 
-def _segments_of(stored: StoredWeight) -> list[_Segment]:
+def _segments_of(stored: StoredWeight, *, rounds_inputs: bool) -> list[_Segment]:
     """A segment for each run of parts of one kind."""
     segments: list[_Segment] = []
     byte, output = 0, 0
     for part, size in zip(stored.parts, _sizes(stored), strict=True):
         if not segments or segments[-1].struct.kind != part.kind:
             outputs, inputs = stored.shape[0] - output, stored.shape[1]
-            struct = MatrixStruct(None, None, inputs, outputs, 0, 0, None, part.kind, None)
+            shape = (inputs, outputs, 0, rounds_inputs)
+            struct = MatrixStruct(None, None, *shape, None, part.kind, None)
             if segments:
                 segments[-1].struct.next = ctypes.addressof(struct)
             segments.append(_Segment(struct, byte, output))

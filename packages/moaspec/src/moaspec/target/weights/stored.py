@@ -127,10 +127,14 @@ class StoredLinear(nn.Module):
     Args:
         dtype: of products and of `weight`.
         is_tied: it shares the embedding's weight, so that it is not saved.
+
+    Attributes:
+        rounds_inputs: whether kernels round its inputs to 8 bits, see `backends.rounded_inputs`.
     """
 
     bias: Tensor | None
     dtype: torch.dtype
+    rounds_inputs = False
 
     def __init__(
         self,

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "gguf_integers.h"
 #include "gguf_weights.h"
 #include "w4a8.h"
 #ifdef __AVX512BF16__
@@ -42,7 +43,7 @@ struct Matrix {
   int64_t inputs;
   int64_t outputs;  // with those of `next`
   int64_t bits;     // of a stored weight: 16, 8 or 4
-  int64_t rounded;  // 1: inputs are rounded too; W4A8 if `bits` is 4, W7A8 if it is 8
+  int64_t rounded;  // 1: inputs are rounded; W4A8 if `bits` is 4, W7A8 if it is 8, else of a GGUF file's blocks
   const OutputBounds* bounds;  // or null
   int64_t kind;        // of a GGUF file's blocks (`gguf_blocks.h`), which decide instead of `bits`; or 0
   const Matrix* next;  // further outputs, in another format; or null
@@ -185,6 +186,16 @@ void multiply_range(Format format, const Matrix& matrix, const typename Format::
       if (matrix.bias) sums = sums + load(matrix.bias + panel * kLanes);
       emit(row, panel, sums);
     };
+    const auto emit_all = [&](const float* sums) {
+      for (int64_t row = 0; row < rows; row++) emit_sums(row, 0, load(sums + row * kLanes));
+    };
+    if constexpr (std::is_same_v<Format, GgufIntegers>) {
+      float* const sums = thread_buffer<Format, float>(rows * kLanes);
+      with_kind(format.kind, [&](auto kind) {
+        multiply_integers<kind>(x, rows, stride, at(first), at(next), inputs, sums);
+      });
+      return emit_all(sums);
+    }
 #ifndef __AVX512BF16__
     if constexpr (std::is_same_v<Format, GgufWeights>)
       if (rows > Format::kMaxRows) {
@@ -192,8 +203,7 @@ void multiply_range(Format format, const Matrix& matrix, const typename Format::
         with_kind(format.kind, [&](auto kind) {
           multiply_unpacked<kind>(x, rows, stride, at(first), inputs, sums);
         });
-        for (int64_t row = 0; row < rows; row++) emit_sums(row, 0, load(sums + row * kLanes));
-        return;
+        return emit_all(sums);
       }
 #else
     if constexpr (Format::kUnpacks)
@@ -205,7 +215,8 @@ void multiply_range(Format format, const Matrix& matrix, const typename Format::
         return multiply_any(Bf16Weights(), x, rows, stride, room, num, size, room, inputs, emit_sums);
       }
 #endif
-    multiply_any(format, x, rows, stride, at(first), num, step * bytes, at(next), inputs, emit_sums);
+    if constexpr (!std::is_same_v<Format, GgufIntegers>)
+      multiply_any(format, x, rows, stride, at(first), num, step * bytes, at(next), inputs, emit_sums);
   };
   // The panels of a group are `length` panels apart, so that each is a stream of its own from memory: a CPU
   // prefetches several long streams faster than one.
@@ -242,7 +253,10 @@ inline const uint32_t* paired(const Matrix& matrix, const bf16* x, int64_t rows,
 // Calls use(format) with the format of a matrix.
 template <class Use>
 auto with_format(const Matrix& matrix, const Use& use) {
-  if (matrix.kind) return use(GgufWeights{matrix.kind});
+  if (matrix.kind) {
+    if (matrix.rounded) return use(GgufIntegers{{matrix.kind}});
+    return use(GgufWeights{matrix.kind});
+  }
 #ifndef __AVX512BF16__
   if (matrix.rounded && matrix.bits == 8) return use(W7A8Weights());
 #endif

@@ -279,6 +279,8 @@ const char* moaspec_instructions() {
   return "amx";
 #elif defined(__AVX512BF16__)
   return "avx512";
+#elif defined(__AVXVNNI__)
+  return "avxvnni";
 #else
   return "avx2";
 #endif

@@ -271,14 +271,13 @@ inline Floats add_lane_pairs(const Register (&parts)[kParts]) {
   return sums;
 }
 
-// Rounds to the nearest int8, saturated, and stores these in the order of `kEvenPairsFirst`. The result for
-// NaN and infinity is unspecified.
-inline void store_int8(int8_t* to, Floats x) {
+// Rounds to the nearest int8, saturated, and stores these in an order. The result for NaN and infinity is unspecified.
+inline void store_int8(int8_t* to, Floats x, const uint8_t (&order_of)[16] = kEvenPairsFirst) {
   const __m256i mixed =
       _mm256_packs_epi32(_mm256_cvtps_epi32(x.part[0]), _mm256_cvtps_epi32(x.part[1]));
   const __m256i words = _mm256_permute4x64_epi64(mixed, 0xd8);
   const __m128i nearest = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(kEvenPairsFirst));
+  const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(order_of));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(nearest, order));
 }
 

@@ -147,10 +147,9 @@ inline Floats add_lane_pairs(const Register (&parts)[kParts]) {
   return _mm512_permutex2var_ps(parts[0], even, parts[1]) + _mm512_permutex2var_ps(parts[0], odd, parts[1]);
 }
 
-// Rounds to the nearest int8, saturated, and stores these in the order of `kEvenPairsFirst`. The result for
-// NaN and infinity is unspecified.
-inline void store_int8(int8_t* to, Floats x) {
-  const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(kEvenPairsFirst));
+// Rounds to the nearest int8, saturated, and stores these in an order. The result for NaN and infinity is unspecified.
+inline void store_int8(int8_t* to, Floats x, const uint8_t (&order_of)[16] = kEvenPairsFirst) {
+  const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(order_of));
   const __m128i nearest = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(nearest, order));
 }
