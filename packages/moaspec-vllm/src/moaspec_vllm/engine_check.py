@@ -93,6 +93,7 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
         "drafter cache lies": "by token"
         if layer.kv_cache.stride(1) < layer.kv_cache.stride(2)
         else "by head",
+        "drafter graphs": getattr(proposer._drafter, "num_graphs", 0),
         "failures": FAILURES._value.get(),
         "drafts at the end": bool(ACTIVE._value.get()),
     }
