@@ -46,6 +46,10 @@ class Runner:
         self.input_batch = SimpleNamespace(block_table=[Table()])
         self.attn_groups = [[group]]
 
+    def _capture_cudagraphs(
+        self, batch_descriptors: object, cudagraph_runtime_mode: object
+    ) -> None: ...
+
     def _dummy_run(self, num_tokens: int, *, uniform_decode: bool = False) -> None: ...
 
     def _sample(self, logits: object, spec_decode_metadata: object) -> None: ...

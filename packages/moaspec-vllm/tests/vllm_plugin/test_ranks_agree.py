@@ -80,7 +80,10 @@ print(json.dumps({"shared": shared, "own": own, "dropped": dropped}))
 
 
 def test_ranks_with_other_clocks_draft_alike(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "VLLM_DIST_IDENT": tmp_path.name,  # of the memory that ranks share
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(tmp_path / "meeting")],
@@ -92,10 +95,14 @@ def test_ranks_with_other_clocks_draft_alike(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     answers = []
-    for rank in ranks:
-        told, errors = rank.communicate(timeout=600)
-        assert rank.returncode == 0, errors[-4000:]
-        answers.append(json.loads(told.splitlines()[-1]))
+    try:
+        for rank in ranks:
+            told, errors = rank.communicate(timeout=600)
+            assert rank.returncode == 0, errors[-4000:]
+            answers.append(json.loads(told.splitlines()[-1]))
+    finally:
+        for rank in ranks:
+            rank.kill()  # where the other one failed
     first, second = answers
     assert first["shared"] == second["shared"]
     assert {sum(lengths) > 0 for lengths in first["shared"]} == {True, False}

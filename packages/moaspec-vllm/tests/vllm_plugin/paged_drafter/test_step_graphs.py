@@ -134,11 +134,11 @@ def test_a_step_of_graphs_starts_no_operation_but_graphs(graphs: list[RecordedGr
             return func(*args, **kwargs or {})
 
     for number in (1, 7, MOST):
-        batch.step([0] * number, [40] * number, [1] * number)
+        batch.step([0] * number, [20] * number, [1] * number)
         before = sum(graph.replays for graph in graphs)
         counts.clear()
         with Counted():
-            batch.step([40] * number, [1] * number, [1] * number)
+            batch.step([20] * number, [1] * number, [1] * number)
         assert sum(graph.replays for graph in graphs) == before + 2
         assert counts.keys() <= {"slice", "resolve_conj", "resolve_neg"}  # to read the drafts
 
