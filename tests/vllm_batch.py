@@ -22,7 +22,7 @@ SIZE, BLOCKS, MOST, DEPTH, TARGET_LAYERS = 16, 400, 64, 3, 3
 
 
 class FullAttentionSpec:
-    """Named as vLLM's."""
+    """The name tells vLLM's kind."""
 
     block_size = SIZE
 

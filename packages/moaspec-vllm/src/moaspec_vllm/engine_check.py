@@ -80,7 +80,7 @@ def _facts(llm: Any) -> dict[str, Any]:
 
 def _drafter_facts(runner: Any) -> dict[str, Any]:
     """What became of the drafter; asked last, because failures count."""
-    proposer = getattr(runner, "drafter", None)
+    proposer: Any = getattr(runner, "drafter", None)
     parts = getattr(proposer, "_parts", None)
     if parts is None:
         return {}

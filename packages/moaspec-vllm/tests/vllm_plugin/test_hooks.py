@@ -56,13 +56,13 @@ class Runner:
 
 
 class Table:
-    """A block table."""
+    """A block table of vLLM's batch."""
 
     def get_device_tensor(self, num_reqs: int) -> None: ...
 
 
 class Group:
-    """An attention group."""
+    """An attention group of vLLM's runner."""
 
     def build_metadata_for_drafting(self, common_attn_metadata: object, draft_index: int) -> None:
         """Take what vLLM 0.32 takes."""

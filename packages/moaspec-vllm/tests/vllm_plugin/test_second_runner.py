@@ -76,9 +76,7 @@ def test_custom_classes_keep_vllm_on_its_first_runner() -> None:
     from moaspec_vllm.vllm_worker import MoAWorker
 
     config = VllmConfig()
-    config.speculative_config = SimpleNamespace(  # type: ignore[assignment]
-        method="custom_class", parallel_drafting=False
-    )
+    config.speculative_config = SimpleNamespace(method="custom_class", parallel_drafting=False)
     assert config._get_v2_model_runner_unsupported_features() == [
         "speculative method 'custom_class'"
     ]

@@ -24,7 +24,7 @@ Numbers = TypeVar("Numbers", Integers, Tensor)
 
 
 class StepInputs:
-    """Memory for the integers of one step, int64: what drafts need, then what encoding needs.
+    """Memory for the integers of one step, int64: those of drafts, then those of encoding.
 
     The host's part is pinned where there is a GPU, and used again by the next step: vLLM waits for
     each step's tokens before it, so the transfer has ended.

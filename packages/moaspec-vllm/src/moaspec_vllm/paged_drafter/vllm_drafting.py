@@ -195,7 +195,7 @@ class PagedDrafter:
 
     @property
     def _encoded(self) -> list[tuple[EncodedTokens, CacheGroup]]:
-        """What is encoded, by cache group."""
+        """The encoded tokens of each cache group."""
         cross = (self._cross_encoded, self._cross_group)
         if self._self_encoded is self._cross_encoded:
             return [cross]

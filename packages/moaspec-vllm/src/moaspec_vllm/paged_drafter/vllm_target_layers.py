@@ -91,7 +91,8 @@ def _choose_among_ranks(
         target: vLLM's model.
         logits: of all tokens, on all ranks.
     """
-    head, processor = getattr(target, "lm_head", None), getattr(target, "logits_processor", None)
+    head: Any = getattr(target, "lm_head", None)
+    processor: Any = getattr(target, "logits_processor", None)
     if getattr(head, "tp_size", 1) == 1 or not hasattr(processor, "get_top_tokens"):
         return None
     if not _is_plain(head):  # LoRA wraps it, for one

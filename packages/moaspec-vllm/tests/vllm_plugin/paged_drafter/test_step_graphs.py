@@ -52,7 +52,7 @@ class RecordedGraph:
 
 
 class Recording(TorchDispatchMode):
-    """Records operations; refuses those that a GPU would wait for."""
+    """Records operations, and refuses operations that wait for a GPU."""
 
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_full_graphs_exist_with_drafts_and_without(drafts: int) -> None:
     from moaspec_vllm.target_graphs import OneTokenGraphs
 
     config, captured = VllmConfig(), list[Any]()
-    config.speculative_config = SimpleNamespace(num_speculative_tokens=DEPTH)  # type: ignore[assignment]
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=DEPTH)
     config.compilation_config.cudagraph_capture_sizes = [4, 8, 16, 32]
     config.compilation_config.max_cudagraph_capture_size = 32
     mode = CUDAGraphMode.FULL_DECODE_ONLY
