@@ -41,8 +41,8 @@ class CustomProposer:
     def prepare(self) -> None:
         """Called by the worker before vLLM serves, when its caches are allocated."""
 
-    def begin_step(self) -> None:
-        """Called by the worker before each pass of the target."""
+    def begin_step(self, num_tokens: int, num_requests: int) -> None:
+        """Called by the worker before each pass of the target over these tokens and requests."""
 
     def note_pass(self) -> None:
         """Called by the worker after each pass of the target over at least one token."""

@@ -80,7 +80,7 @@ def _facts(llm: Any) -> dict[str, Any]:
 
 def _drafter_facts(runner: Any) -> dict[str, Any]:
     """What became of the drafter; asked last, because failures count."""
-    proposer = getattr(runner, "drafter", None)
+    proposer: Any = getattr(runner, "drafter", None)
     parts = getattr(proposer, "_parts", None)
     if parts is None:
         return {}
@@ -93,6 +93,7 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
         "drafter cache lies": "by token"
         if layer.kv_cache.stride(1) < layer.kv_cache.stride(2)
         else "by head",
+        "drafter graphs": getattr(proposer._drafter, "num_graphs", 0),
         "failures": FAILURES._value.get(),
         "drafts at the end": bool(ACTIVE._value.get()),
     }

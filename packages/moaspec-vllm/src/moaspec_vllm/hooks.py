@@ -13,9 +13,14 @@ from moaspec_core.errors import ServingError
 from moaspec_vllm.vllm_settings import SUPPORTED_VERSIONS, TESTED_VERSION
 
 RUNNER_HOOKS = (
+    "_capture_cudagraphs",
     "_dummy_run",
+    "_freeze_gc",
     "_sample",
     "attn_groups",
+    "compilation_config.cudagraph_capture_sizes",
+    "cudagraph_dispatcher.cudagraph_mode",
+    "device",
     "input_batch.all_greedy",
     "input_batch.block_table",
     "input_batch.num_computed_tokens_cpu",
@@ -23,14 +28,17 @@ RUNNER_HOOKS = (
     "input_batch.req_ids",
     "input_batch.token_ids_cpu",
     "kv_cache_config.num_blocks",
+    "max_model_len",
     "max_num_reqs",
     "max_num_tokens",
     "positions",
     "query_start_loc.np",
+    "uniform_decode_query_len",
 )
 """Attributes of the model runner that are read after each pass of the target."""
 
 ARGUMENTS = (
+    ("_capture_cudagraphs", ("batch_descriptors", "cudagraph_runtime_mode")),
     ("_dummy_run", ("num_tokens", "uniform_decode")),
     ("_sample", ("logits", "spec_decode_metadata")),
     ("input_batch.block_table[0].get_device_tensor", ("num_reqs",)),

@@ -84,7 +84,8 @@ class StepTimes:
         # Excess over the table in seconds, by kind and power of two of requests.
         self._more_s = np.zeros((2, max_requests.bit_length()))
         self._num_seen = np.zeros_like(self._more_s)
-        self._applied_s = self._more_s
+        # Of the first rank, as of the latest `refresh`; never this rank's own.
+        self._applied_s = np.zeros_like(self._more_s)
         self._since = 0
 
     def count(self, kind: int, num_requests: int, seconds: float) -> None:

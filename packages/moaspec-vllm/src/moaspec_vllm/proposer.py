@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -34,6 +35,7 @@ from moaspec_vllm.custom_proposer import CustomProposer
 from moaspec_vllm.load_aware import DRAFTED, PLAIN, LoadAwareDrafts, StepTimes
 from moaspec_vllm.paged_drafter.caches import PagedLayer
 from moaspec_vllm.paged_drafter.encoded_tokens import Integers
+from moaspec_vllm.paged_drafter.step_graphs import capturing
 from moaspec_vllm.paged_drafter.vllm_drafting import (
     ENCODE_CHUNK,
     ENCODE_STEP,
@@ -42,6 +44,7 @@ from moaspec_vllm.paged_drafter.vllm_drafting import (
 )
 from moaspec_vllm.paged_drafter.vllm_target_layers import DraftHead, embedding_of
 from moaspec_vllm.refusals import check_drafter
+from moaspec_vllm.target_graphs import OneTokenGraphs
 from moaspec_vllm.vllm_costs import measure
 from moaspec_vllm.vllm_settings import drafter_name
 
@@ -114,6 +117,7 @@ class VLLMMoAProposer(CustomProposer):
         self._name = drafter_name(vllm_config.additional_config)
         self._parts: DrafterParts | None = None
         self._drafter: PagedDrafter | None = None
+        self._graphs: OneTokenGraphs | None = None
         self._vllm_sample: Callable[[Tensor, Any], Any] | None = None
         self._greedy_only = False  # whether vLLM verifies drafts of greedy requests only
 
@@ -170,7 +174,8 @@ class VLLMMoAProposer(CustomProposer):
         super().start(runner)
         hooks.require_arguments(runner)
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
-        self._drafter = PagedDrafter(self._parts, runner)
+        self._drafter = PagedDrafter(self._parts, runner, max_depth=self._longest)
+        self._graphs = OneTokenGraphs(runner)
         self._vllm_sample, runner._sample = runner._sample, self._sample
         self._greedy_only = not hooks.verifies_sampled_drafts(runner.positions.device)
         if self._greedy_only:
@@ -183,19 +188,62 @@ class VLLMMoAProposer(CustomProposer):
         FAILURES.inc(0)  # exported before there is one
 
     def prepare(self) -> None:
-        """Measure the costs of drafts, unless vLLM's option fixes their length."""
-        if self._depths is not None or self._drafter is None:
+        """Capture CUDA graphs, then measure the costs of drafts with them.
+
+        Costs are not measured where vLLM's option fixes the length of drafts.
+        """
+        if self._drafter is None:
+            return
+        if self.runner.cudagraph_dispatcher.cudagraph_mode != CUDAGraphMode.NONE:
+            self._capture(self._drafter)
+        if self._depths is not None:
             return
         with self._failures():
             self._chooser = self._measured(self._drafter)
         if self._chooser is None:
             self._stop("their costs could not be measured")
 
+    def _capture(self, drafter: PagedDrafter) -> None:
+        """Capture CUDA graphs; where that fails, steps run without."""
+        assert self._graphs is not None
+        depths = {self._longest} if self._depths is None else {*self._depths} - {0}
+        started, captured = time.perf_counter(), False
+        try:
+            with capturing(self.runner):
+                self._graphs.capture()
+                drafter.capture(depths)
+            captured = True
+        except Exception:
+            torch.accelerator.synchronize()  # raises where the accelerator is lost
+            logger.exception("CUDA graphs of drafts could not be captured.")
+        if not self._on_all_ranks(captured):
+            logger.warning("Drafts run without CUDA graphs of their own.")
+            self._graphs.clear()
+            drafter.drop_graphs()
+            return
+        took_s = time.perf_counter() - started
+        logger.info("Captured %d CUDA graphs of drafts in %.0f s.", drafter.num_graphs, took_s)
+
+    def _on_all_ranks(self, holds: bool) -> bool:
+        """Whether something holds on all ranks of tensor parallelism."""
+        if self._alone:
+            return holds
+        all_hold = torch.tensor([holds], dtype=torch.int32)
+        group = get_tp_group().cpu_group
+        torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group)
+        return bool(all_hold)
+
     def _measured(self, drafter: PagedDrafter) -> LoadAwareDrafts:
         assert self._parts is not None
+        assert self._graphs is not None
         most = int(self.vllm_config.scheduler_config.max_num_seqs)
         measured = measure(
-            self.runner, drafter, length=self._longest, max_requests=most, share=self._share
+            self.runner,
+            drafter,
+            self._graphs,
+            length=self._longest,
+            max_requests=most,
+            share=self._share,
         )
         times = StepTimes(measured, max_requests=most, share=self._share)
         acceptance = self._parts.drafter.config.acceptance or PRIOR
@@ -216,9 +264,11 @@ class VLLMMoAProposer(CustomProposer):
         shared: list[float] = get_tp_group().broadcast_object(numbers, src=0)
         return shared
 
-    def begin_step(self) -> None:
-        """Note the time at which the target's pass begins."""
+    def begin_step(self, num_tokens: int, num_requests: int) -> None:
+        """Note the time at which the target's pass begins, and choose its CUDA graphs."""
         self._begun_s = time.perf_counter()
+        if self._graphs is not None:
+            self._graphs.use(one_token=num_tokens == num_requests)
 
     def note_pass(self) -> None:
         """Note which blocks of the cache the target has begun to fill."""
@@ -263,15 +313,15 @@ class VLLMMoAProposer(CustomProposer):
         # The newest token of a text has not been computed; an unfinished prompt has no such token.
         decodes_R = new_R > 0
         position_R = np.where(decodes_R, length_R - 1, drafter.stop_R)
-        rows_R = np.concatenate((np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)))
+        rows_R = np.argsort(~decodes_R, kind="stable")  # prompts that are still read come last
         backlog = drafter.backlog(rows_R, position_R[rows_R])
         if self._chooser is not None and not self._chooser.choose(number, len(backlog.unread)):
             return None
         # At least what the last step added, or drafts would never begin.
         now = backlog.first(max(ENCODE_STEP, number * (1 + self._longest)))
         drafted_R = np.flatnonzero(decodes_R)
-        if not np.isin(drafted_R, now.rows_R).all():  # one must wait, so all do
-            drafted_R = drafted_R[:0]
+        if now is not backlog and not np.isin(drafted_R, now.rows_R).all():
+            drafted_R = drafted_R[:0]  # one must wait, so all do
         fits_R = drafter.fits(drafted_R, position_R[drafted_R] + depth)
         drafted_R = drafted_R[fits_R]
         started = time.perf_counter()

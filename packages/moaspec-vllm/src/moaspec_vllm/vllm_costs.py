@@ -14,6 +14,7 @@ from moaspec_vllm.load_aware import MeasuredSteps, Share
 from moaspec_vllm.paged_drafter.encoded_tokens import Integers
 from moaspec_vllm.paged_drafter.vllm_drafting import ENCODE_CHUNK, Backlog, PagedDrafter, Tokens
 from moaspec_vllm.paged_drafter.vllm_target_layers import base_logits
+from moaspec_vllm.target_graphs import OneTokenGraphs
 
 REPEATS = 3  # timed runs of each size after an untimed one; the fastest counts
 ENOUGH_S = 0.5  # time after which a size is not run again
@@ -23,29 +24,37 @@ ENCODED = 2  # tokens of each request that a step encodes, about tau
 
 
 def measure(
-    runner: Any, drafter: PagedDrafter, *, length: int, max_requests: int, share: Share
+    runner: Any,
+    drafter: PagedDrafter,
+    graphs: OneTokenGraphs,
+    *,
+    length: int,
+    max_requests: int,
+    share: Share,
 ) -> MeasuredSteps:
     """Time steps with and without drafts, in unused blocks of the cache.
 
     Args:
         runner: vLLM's model runner, its caches allocated.
-        drafter: on this runner.
+        drafter: on this runner, its graphs captured.
+        graphs: of this runner.
         length: of the drafts.
         max_requests: most requests of a step.
         share: see `Share`.
     """
     limit, logits = runner.max_num_tokens, base_logits(runner.model)
 
-    def run_pass(num_tokens: int, *, drafts: bool) -> None:
+    def run_pass(num_tokens: int, *, full: bool) -> None:
         # As in a step: vLLM picks the graph by the number of tokens and whether rows are alike.
-        states_NE, _ = runner._dummy_run(num_tokens, uniform_decode=drafts)
+        states_NE, _ = runner._dummy_run(num_tokens, uniform_decode=full)
         logits(states_NE[:num_tokens]).argmax(-1).tolist()
 
     def plain(number: int) -> None:
-        run_pass(number, drafts=False)
+        run_pass(number, full=graphs.use(one_token=True))
 
     def drafted(number: int) -> None:
-        run_pass(number * (1 + length), drafts=True)
+        graphs.use(one_token=False)
+        run_pass(number * (1 + length), full=True)
         _work(drafter, number, ENCODED, length)
 
     def encode(num_tokens: int) -> None:

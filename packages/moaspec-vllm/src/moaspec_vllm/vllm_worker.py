@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from moaspec_core.errors import ServingError
 from moaspec_vllm.custom_proposer import CustomProposer
 
 if current_platform.is_cpu():
@@ -22,6 +23,15 @@ class MoAWorker(PlatformWorker):
     def _proposer(self) -> CustomProposer | None:
         proposer = getattr(self.model_runner, "drafter", None)
         return proposer if isinstance(proposer, CustomProposer) else None
+
+    def init_device(self) -> None:
+        """Build vLLM's model runner; ServingError for the second one, which drafts otherwise."""
+        if self.use_v2_model_runner:
+            raise ServingError(
+                "moaspec drafts in vLLM's first model runner, and this vLLM was told to take the "
+                "second one. Unset VLLM_USE_V2_MODEL_RUNNER, and leave watermarks out."
+            )
+        super().init_device()
 
     def determine_available_memory(self) -> int:
         """Let vLLM's profile of memory count what the drafter's encoder needs."""
@@ -60,9 +70,10 @@ class MoAWorker(PlatformWorker):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target, with the proposer's notes before and after."""
         proposer = self._proposer
-        if proposer is None or not scheduler_output.total_num_scheduled_tokens:
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if proposer is None or not num_tokens:
             return super().execute_model(scheduler_output, *args, **kwargs)
-        proposer.begin_step()
+        proposer.begin_step(num_tokens, len(scheduler_output.num_scheduled_tokens))
         output = super().execute_model(scheduler_output, *args, **kwargs)
         proposer.note_pass()
         return output

@@ -133,7 +133,7 @@ def test_fewer_tokens_are_drafted_for_more_requests(
         return reject(self, metadata, *others)
 
     def noted(self: Any, step: Any) -> Any:
-        asked.add((len(step.rows_R), len(step.slots_SR)))
+        asked.add((len(step.rows_R), step.depth))
         return draft(self, step)
 
     monkeypatch.setattr(PagedDrafter, "draft", noted)
@@ -178,7 +178,8 @@ def test_tokens_that_were_skipped_are_encoded_later(
     def noted(self: Any, sent: Any) -> Any:
         found = draft(self, sent)
         ids = self._runner.input_batch.token_ids_cpu
-        for row, position, chain in zip(sent.rows_R, sent.position_R, found, strict=True):
+        positions = self._inputs.requests(sent.size, sent.depth)[2, : len(sent.rows_R)].tolist()
+        for row, position, chain in zip(sent.rows_R, positions, found, strict=True):
             text = tuple(ids[row, : position + 1].tolist())
             assert drafts.setdefault(text, chain) == chain
             steps[str(text in seen)] += 1

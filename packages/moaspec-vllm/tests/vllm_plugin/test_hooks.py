@@ -46,19 +46,23 @@ class Runner:
         self.input_batch = SimpleNamespace(block_table=[Table()])
         self.attn_groups = [[group]]
 
+    def _capture_cudagraphs(
+        self, batch_descriptors: object, cudagraph_runtime_mode: object
+    ) -> None: ...
+
     def _dummy_run(self, num_tokens: int, *, uniform_decode: bool = False) -> None: ...
 
     def _sample(self, logits: object, spec_decode_metadata: object) -> None: ...
 
 
 class Table:
-    """A block table."""
+    """A block table of vLLM's batch."""
 
     def get_device_tensor(self, num_reqs: int) -> None: ...
 
 
 class Group:
-    """An attention group."""
+    """An attention group of vLLM's runner."""
 
     def build_metadata_for_drafting(self, common_attn_metadata: object, draft_index: int) -> None:
         """Take what vLLM 0.32 takes."""

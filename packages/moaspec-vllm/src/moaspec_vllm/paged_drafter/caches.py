@@ -199,61 +199,42 @@ class CacheGroup:
         return self.table.num_blocks_per_row[rows_R] * self.block_size >= stop_R
 
     def queries(
-        self, rows_R: Integers, device_R: Tensor, first_R: Integers, device_first_R: Tensor
+        self, row_R: Tensor, first_R: Tensor | None, longest: int
     ) -> CommonAttentionMetadata:
         """The common metadata of queries that each read a text of their own length.
 
         Args:
-            rows_R: batch index of each query's request.
-            device_R: the same on the device.
-            first_R: first block that each query reads.
-            device_first_R: the same on the device.
+            row_R: batch index of each query's request, on the device.
+            first_R: first block that each query reads, on the device; None: all blocks.
+            longest: most tokens that one of them reads.
         """
-        count, table_RM = len(rows_R), self.table.get_device_tensor(int(rows_R.max()) + 1)
-        if count != len(table_RM) or (rows_R[1:] <= rows_R[:-1]).any():
-            table_RM = table_RM[device_R]
-        if first_R.any():
+        count, table = len(row_R), self.table.get_device_tensor(self._runner.max_num_reqs)
+        table_RM = table.index_select(0, row_R)
+        if first_R is not None:
             width = table_RM.shape[1]
             place_M = torch.arange(width, device=table_RM.device)
-            table_RM = table_RM.gather(1, (device_first_R[:, None] + place_M).clamp(max=width - 1))
-        starts, host_starts = self._starts(count)
+            table_RM = table_RM.gather(1, (first_R[:, None] + place_M).clamp(max=width - 1))
+        starts = self._device_starts[: count + 1]
         return CommonAttentionMetadata(
             query_start_loc=starts,
-            query_start_loc_cpu=host_starts,
+            query_start_loc_cpu=self._host_starts[: count + 1],
             seq_lens=starts,
             num_reqs=count,
             num_actual_tokens=count,
             max_query_len=1,
-            max_seq_len=0,
+            max_seq_len=longest,
             block_table_tensor=table_RM,
             slot_mapping=starts,
             causal=True,
         )
 
-    def _starts(self, count: int) -> tuple[Tensor, Tensor]:
-        """Numbers 0 to `count`, int32, on the device and on the host."""
-        return self._device_starts[: count + 1], self._host_starts[: count + 1]
-
-    def metadata(
-        self,
-        queries: CommonAttentionMetadata,
-        slots_R: Tensor,
-        lengths_R: Tensor,
-        host_lengths_R: Integers,
-    ) -> Any:
+    def metadata(self, queries: CommonAttentionMetadata, slots_R: Tensor, lengths_R: Tensor) -> Any:
         """Metadata of such queries for this layer's attention backend.
 
         Args:
             queries: from `queries`.
             slots_R: slots for the keys of the queries' tokens. CA ignores them.
             lengths_R: number of tokens that each query reads, int32, on the device.
-            host_lengths_R: the same on the host.
         """
-        queries = replace(
-            queries,
-            slot_mapping=slots_R,
-            seq_lens=lengths_R,
-            seq_lens_cpu_upper_bound=torch.from_numpy(host_lengths_R.astype(np.int32)),
-            max_seq_len=int(host_lengths_R.max()),
-        )
+        queries = replace(queries, slot_mapping=slots_R, seq_lens=lengths_R)
         return self.group.build_metadata_for_drafting(queries, draft_index=0)

@@ -69,6 +69,8 @@ class DraftHead:
             self._choose = _choose_function(rows_WE, draft_token_ids)
         else:
             self._logits = base_logits(target)
+            if draft_token_ids is None:
+                self._choose = _choose_among_ranks(target, self._logits)
 
     def best(self, states_TE: Tensor) -> Tensor:
         """Most probable token of each state, (T,) int64."""
@@ -78,6 +80,38 @@ class DraftHead:
         if self._ids is None:
             return _best(logits_TV)
         return self._ids[_best(logits_TV[:, self._ids])]
+
+
+def _choose_among_ranks(
+    target: Any, logits: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor] | None:
+    """VLLM's choice that sends each rank's best logit instead of all; None if it may not be equal.
+
+    Args:
+        target: vLLM's model.
+        logits: of all tokens, on all ranks.
+    """
+    head: Any = getattr(target, "lm_head", None)
+    processor: Any = getattr(target, "logits_processor", None)
+    if getattr(head, "tp_size", 1) == 1 or not hasattr(processor, "get_top_tokens"):
+        return None
+    if not _is_plain(head):  # LoRA wraps it, for one
+        return None
+    weight_VE: Tensor = head.weight
+
+    def choose(states_TE: Tensor) -> Tensor:
+        best_T: Tensor = processor.get_top_tokens(head, states_TE)
+        return best_T
+
+    # A target may do more than multiply: a scale or a norm of its own.
+    probe_TE = _states_alike(NUM_PROBES, weight_VE)
+    return choose if torch.equal(choose(probe_TE), _best(logits(probe_TE))) else None
+
+
+def _states_alike(number: int, weight_VE: Tensor) -> Tensor:
+    """Made-up states, the same on every rank: (T, E)."""
+    angles_TE = torch.arange(number * weight_VE.shape[1], device=weight_VE.device).view(number, -1)
+    return angles_TE.float().sin().to(weight_VE.dtype)
 
 
 def base_logits(target: Any) -> Callable[[Tensor], Tensor]:

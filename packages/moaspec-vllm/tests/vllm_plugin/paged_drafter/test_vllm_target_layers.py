@@ -53,6 +53,28 @@ def test_other_heads_answer_through_the_target() -> None:
     assert torch.equal(trimmed, IDS[logits[:, IDS].argmax(-1)])
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_ranks_send_their_best_logit_alone_where_that_is_the_targets_choice(sign: float) -> None:
+    """`sign`: what the target multiplies the logits with, unknown to vLLM's function."""
+    torch.manual_seed(2)
+    weight_VE, states_TE = torch.randn(VOCAB, WIDTH), torch.randn(50, WIDTH)
+    target, asked = model(sign * weight_VE), list[int]()
+
+    def get_top_tokens(head: Any, states_TE: Tensor) -> Tensor:
+        asked.append(len(states_TE))
+        return (states_TE @ head.weight.T).argmax(-1)
+
+    target.lm_head = SimpleNamespace(weight=weight_VE, tp_size=2)
+    target.logits_processor = SimpleNamespace(get_top_tokens=get_top_tokens)
+    head = DraftHead(target, None, torch.clone)
+    assert torch.equal(head.best(states_TE), (sign * states_TE @ weight_VE.T).argmax(-1))
+    assert (asked[-1] == 50) == (sign > 0)
+    target.lm_head.tp_size = 1
+    asked.clear()
+    DraftHead(target, None, torch.clone).best(states_TE)
+    assert asked == []
+
+
 class Adapted(nn.Module):
     """A LoRA layer of vLLM's, which takes the batch's rows only."""
 
