@@ -92,6 +92,10 @@ class KVCache:
         layers, two, _, heads, _, dim = self._data.shape
         return layers * two * heads * dim * self._data.element_size()
 
+    def held_slots(self, row: int) -> int:
+        """Slots of a row that have memory."""
+        return self._held.get(row, 0)
+
     def row_bytes(self, slots: int) -> int:
         """Bytes of memory of a row that has so many slots: whole pages, where it is reserved."""
         if self._data.device.type != "cpu":

@@ -132,6 +132,10 @@ class LocalVerifier(Verifier):
         self._texts.pop(row, None)
         self._encoded.pop(row, None)
 
+    def set_back(self, row: int) -> None:
+        """Drop the keys and states of a row; its text is read again by requests that say so."""
+        self.cache.give_back(row)
+
     def release(self) -> None:
         """Free the cache's memory; no row may be in use."""
         self.cache.release()
@@ -287,6 +291,8 @@ class LocalVerifier(Verifier):
         features: list[object] = [None] * len(requests)
         ranges: dict[int, range] = {}
         for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):
+            if request.read_again:
+                continue
             first, end = self._encoded.get(request.cache_row, (0, 0))
             self._encoded[request.cache_row] = (first, min(end, request.num_verified))
             if self._encode is not None and request.encode:
