@@ -130,6 +130,10 @@ class Verifier(Protocol):
             start = max(start, stop - request.window)
         return start, range(start, stop)
 
+    def cut(self, row: int, length: int) -> None:
+        """Another text goes on after the first `length` tokens of a row."""
+        del row, length  # by default it overwrites what follows them
+
     def close(self, row: int) -> None:
         """Drop all data of a row."""
         del row  # by default the next request in it overwrites them

@@ -85,7 +85,7 @@ class RowRoom:
         text.answered |= answered
 
     def ready(self, waiting: Mapping[int, VerifyRequest]) -> set[int]:
-        """The rows that the next pass may take, after those that must give way have lost their keys.
+        """The rows that a pass may take, after those that must give way have lost their keys.
 
         Args:
             waiting: by row, the request that waits.
@@ -150,4 +150,3 @@ class RowRoom:
         text = self._texts[row]
         text.answered = False
         text.has_room, text.since_s = has_room, self._scheduler.served_of(text.owner)
-

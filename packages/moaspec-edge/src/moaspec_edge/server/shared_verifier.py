@@ -417,22 +417,26 @@ class SharedVerifier:
         self._count(jobs, seconds)
         self._charge(jobs, seconds)
         for job, answer in zip(jobs, answers, strict=True):
-            if self.room is not None and isinstance(answer, VerifyResult):
-                self.room.record(job.request, answer, answered=job.rest is None)
-            if job.answer.done():
-                continue
             if isinstance(answer, VerifyResult):
-                self.scheduler.charge_seconds(job.turn, answer.process_s)
-                if job.rest is not None:
-                    job.request, job.rest = job.rest, None
-                    self._jobs.append(job)  # behind other prompts of this owner
-                    continue
-                answer = replace(answer, tree=answer.tree or job.request.tree)
-                if self.budget is not None:
-                    self.budget.count(job.request, answer)
-                job.answer.set_result((answer, seconds))
-            else:
+                self._settle(job, answer, seconds)
+            elif not job.answer.done():
                 job.answer.set_exception(answer)
+
+    def _settle(self, job: _QueuedRequest, result: VerifyResult, seconds: float) -> None:
+        """Answer a request, or queue what is left of it."""
+        if self.room is not None:
+            self.room.record(job.request, result, answered=job.rest is None)
+        if job.answer.done():
+            return
+        self.scheduler.charge_seconds(job.turn, result.process_s)
+        if job.rest is not None:
+            job.request, job.rest = job.rest, None
+            self._jobs.append(job)  # behind other prompts of this owner
+            return
+        result = replace(result, tree=result.tree or job.request.tree)
+        if self.budget is not None:
+            self.budget.count(job.request, result)
+        job.answer.set_result((result, seconds))
 
     def _count(self, jobs: list[_QueuedRequest], seconds: float) -> None:
         counts = self.counts

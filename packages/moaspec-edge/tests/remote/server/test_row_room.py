@@ -20,7 +20,7 @@ from moaspec_edge.server.service import ServiceOptions, TargetService
 from simulated_time import run_simulated
 
 PASS_S, TOKEN_S = 0.01, 0.001
-NEW_TOKENS = 24
+NEW_TOKENS = 36
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 

@@ -65,9 +65,9 @@ class WorkerLimits(SourceLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Bytes of the rows of all caches."""
+    """Bytes of the rows of all caches, and of what is kept of a text to copy from it."""
 
-    slot: int  # keys and values of one token
+    slot: int  # keys and values of one token, and its part of the index of n-grams
     state: int  # of one row's recurrent states
     of_slots: Callable[[int], int]  # memory of so many slots of one row, without states
     follows_use: bool  # whether rows take memory, and give it back, one by one

@@ -294,8 +294,13 @@ class Places:
         with self._lock:
             own = self._taken[client]
             found = (
-                (self.taken, self._total, "", f"The {self._where} has {{}} requests, and takes {{}} "
-                "(--max-active and --max-waiting)."),
+                (
+                    self.taken,
+                    self._total,
+                    "",
+                    f"The {self._where} has {{}} requests, and takes {{}} "
+                    "(--max-active and --max-waiting).",
+                ),
                 (own, share, client, "This key has {} requests here, and may have {}."),
             )
             for taken, most, whose, message in found:

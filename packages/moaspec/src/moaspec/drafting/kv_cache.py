@@ -144,6 +144,11 @@ class KVCache:
         if not kept:
             del self._held[row]
 
+    def cut(self, row: int, kept: int) -> None:
+        """Return the memory behind a row's first slots, if it is more than a few."""
+        if self._held.get(row, 0) > kept + SLOT_BUCKET:
+            self.give_back(row, kept)
+
     def release(self) -> None:
         with torch.inference_mode(mode=False):
             self._data = self._data[:, :, :0, :, :0].clone()

@@ -127,6 +127,9 @@ class LocalVerifier(Verifier):
     def cache_bytes(self) -> int:
         return self.cache.num_bytes
 
+    def cut(self, row: int, length: int) -> None:
+        self.cache.cut(row, length)
+
     def close(self, row: int) -> None:
         self.cache.give_back(row)
         self._texts.pop(row, None)
