@@ -20,8 +20,8 @@ TOKEN_BYTES = 260  # memory of a token in an index of three sizes
 class NgramIndex:
     """The positions after each n-gram of a growing text.
 
-    An n-gram is one number, of 32 bits for each token. Dictionaries of numbers take less memory than
-    tuples and lists, and the garbage collector, which stops all threads, does not look at them.
+    An n-gram is one number, of 32 bits for each token. Dictionaries of numbers take less memory
+    than tuples and lists, and the garbage collector, which stops all threads, skips them.
 
     Args:
         sizes: lengths of the n-grams, the longest first.

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 LEAST_TURN_S = 1.0
 READ_AGAIN = 4
 """An owner that waits for room takes another's when it was served this many seconds less, and this
 many times what its text takes to read again. So at most a fifth of the work is reading again."""
+
+MAX_LOST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +28,17 @@ class CacheRow:
     needed: int  # bytes after the next step; of a text that is being read, to read all of it
     waits: bool = False  # whether it has no keys and waits for room
     reads: bool = False  # whether it has room and is not read to its end
+    # How often it was set back since it last wrote. From `MAX_LOST` on it is read to its end first.
+    lost: int = 0
     read_s: float = 0.0  # of a text that waits, seconds to read it
     # Seconds of work that its owner was served since the text got its room, or since it waits.
     # None where texts end by themselves, so that those of one owner need no turns.
     turn_s: float | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it gives way to nobody now: else texts might do so for ever, and write nothing."""
+        return self.reads and self.lost >= MAX_LOST
 
 
 class CacheRoom:
@@ -50,21 +58,16 @@ class CacheRoom:
         for row in holding:
             used[row.owner] += row.needed
         share = self.limit // max(1, len(used))
-        turns, found, blocked = _Turns(rows, served), list[int](), set[str]()
+        turns, found = _Turns(rows, served), list[int]()
         waiting = [row for row in rows if row.waits]
-        waiting.sort(
-            key=lambda row: (served.get(row.owner, 0.0), row.priority, -(row.turn_s or 0), row.key)
-        )
+        waiting.sort(key=lambda row: (turns.begin_s(row), row.priority, row.key))
         for row in waiting:
-            if row.owner in blocked:
-                continue
-            leaving = self._leaving([*holding, row], [*found, row.key], served)
+            stay = {row.key, *found, *(one.key for one in holding if one.is_kept)}
+            leaving = self._leaving([*holding, row], stay, served)
             if leaving is None or (
                 used[row.owner] + row.needed > share
                 and not all(turns.gives_way(one, row) for one in leaving)
             ):
-                if turns.has_come(row):
-                    blocked.add(row.owner)  # nobody overtakes a text whose turn has come
                 continue
             found.append(row.key)
             holding = [one for one in [*holding, row] if one not in leaving]
@@ -86,7 +89,8 @@ class CacheRoom:
         was just admitted while there is another.
         """
         holding = [row for row in rows if not row.waits or row.key in admitted]
-        leaving = self._leaving(holding, admitted, served or {})
+        stay = {row.key for row in holding if row.key in admitted or row.is_kept}
+        leaving = self._leaving(holding, stay, served or {})
         if leaving is None:
             leaving = self._leaving(holding, (), served or {}) or []
         return [row.key for row in leaving]
@@ -130,20 +134,22 @@ class _Turns:
         for row in rows:
             self._read_s[row.owner] += row.read_s if row.waits else 0.0
 
-    def has_come(self, row: CacheRow) -> bool:
-        """Whether the other texts of a text's owner were served for a turn while it waits."""
-        return (row.turn_s or 0.0) > self._length_s(self._read_s[row.owner])
+    def begin_s(self, row: CacheRow) -> float:
+        """What the owner of a text that waits had been served when it began to wait."""
+        return self._served.get(row.owner, 0.0) - (row.turn_s or 0.0)
 
     def gives_way(self, row: CacheRow, waiting: CacheRow) -> bool:
-        """Whether a text had its turn, and that of a text that waits has come."""
-        if row.reads:  # else nobody might come to write anything
-            return False
-        had_s = inf if row.turn_s is None else row.turn_s
-        if row.owner == waiting.owner:
-            return self.has_come(waiting) and had_s > self._length_s(self._read_s[row.owner])
-        begin_s = self._served.get(waiting.owner, 0.0) - (waiting.turn_s or 0.0)
-        ahead_s = self._served.get(row.owner, 0.0) - begin_s
-        return min(ahead_s, had_s) > self._length_s(waiting.read_s)
+        """Whether a text with room gives it to one that waits.
 
-    def _length_s(self, read_s: float) -> float:
-        return max(LEAST_TURN_S, READ_AGAIN * read_s)
+        It does when its owner was served for a turn since the other waits, or for two turns, if it
+        has not had room for one.
+        """
+        alike = row.owner == waiting.owner
+        if alike and waiting.turn_s is None:
+            return False
+        read_s = self._read_s[row.owner] if alike else waiting.read_s
+        length_s = max(LEAST_TURN_S, READ_AGAIN * read_s)
+        is_fresh = row.turn_s is not None and row.turn_s <= length_s
+        number = 2 if is_fresh else 1
+        ahead_s = self._served.get(row.owner, 0.0) - self.begin_s(waiting)
+        return ahead_s > number * length_s

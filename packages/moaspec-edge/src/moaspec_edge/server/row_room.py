@@ -28,6 +28,7 @@ class _Text:
     asked_s: float = field(default_factory=time.monotonic)
     has_room: bool = False
     answered: bool = False  # whether a request was answered since it has room
+    lost: int = 0  # how often it was set back since the latest answer
 
 
 class RowRoom:
@@ -82,7 +83,8 @@ class RowRoom:
         if not request.read_again:
             text.token_ids[request.num_verified :] = [*request.new_tokens, *accepted]
         text.num_held, text.asked_s = end, time.monotonic()
-        text.answered |= answered
+        if answered:
+            text.answered, text.lost = True, 0
 
     def ready(self, waiting: Mapping[int, VerifyRequest]) -> set[int]:
         """The rows that a pass may take, after those that must give way have lost their keys.
@@ -119,6 +121,7 @@ class RowRoom:
             needed=self._bytes(needed),
             waits=request is not None and not text.has_room,
             reads=request is not None and text.has_room and not text.answered,
+            lost=text.lost,
             read_s=-(-read // self._piece) * costs.fixed_s + read * costs.token_s(read / 2),
             turn_s=self._scheduler.served_of(text.owner) - text.since_s,
         )
@@ -143,6 +146,7 @@ class RowRoom:
     def _set_back(self, row: int) -> None:
         self._verifier.set_back(row)
         self._texts[row].num_held = 0
+        self._texts[row].lost += 1
         self._turn(row, has_room=False)
         self.rows_set_back += 1
 

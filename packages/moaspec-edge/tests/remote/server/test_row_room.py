@@ -10,8 +10,8 @@ import pytest
 import hybrid_models
 import moaspec
 import tiny
-from moaspec_core.drafting.ngram_proposer import NgramProposer
 from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.ngram_proposer import NgramProposer
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession

@@ -139,6 +139,7 @@ class EngineWorker:
         self._active: dict[int, QueuedJob] = {}
         self._resting: set[int] = set()  # handles of active jobs without keys, which wait for room
         self.rows_set_back = 0
+        self._lost: Counter[int] = Counter()  # by handle, how often since it last wrote
         self._num_steps, self._steps_s, self._long_steps = 0, 0.0, 0
         self._read: Counter[str] = Counter()  # tokens by `Job.owner_label`, as the next two
         self._written: Counter[str] = Counter()
@@ -313,6 +314,7 @@ class EngineWorker:
             started_s = time.monotonic()
             for event in self._engine.step(plan):
                 self._written[self._active[event.handle].job.owner_label] += len(event.token_ids)
+                self._lost.pop(event.handle, None)
                 self._report(event)
             self._count_step(time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
@@ -348,6 +350,7 @@ class EngineWorker:
             self._engine.set_back(handle)
             self._resting.add(handle)
             plan.pop(handle, None)
+            self._lost[handle] += 1
             self.rows_set_back += 1
         self._count_work(active, plan)
         return plan
@@ -372,6 +375,7 @@ class EngineWorker:
             needed=self._room.of(slots + SPARE_SLOTS),
             waits=waits,
             reads=bool(work.unread) and not waits,
+            lost=self._lost[work.key],
             read_s=self._engine.scheduler.reading.seconds(work.unread, work.unread / 2),
         )
 
@@ -539,4 +543,5 @@ class EngineWorker:
         if queued.handle is not None:
             self._active.pop(queued.handle, None)
             self._resting.discard(queued.handle)
+            self._lost.pop(queued.handle, None)
         self._places.free(queued.job.client)
