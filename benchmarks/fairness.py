@@ -410,6 +410,22 @@ def row(name: str, seen: Seen, quiet: dict[str, str], server: Server) -> dict[st
     return found
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The result in Markdown: a line for each flood, beside what was seen alone before it."""
+    lines = [
+        "| flood | alone | median, longest | `/health` | other texts |",
+        "|---|---|---|---|---|",
+    ]
+    for alone, found in zip(rows[::2], rows[1::2], strict=True):
+        waits = f"{found['median_s']:.2f}, {found['longest_s']:.2f} s"
+        health = f"{found['health_ms']:.0f} ms"
+        lines.append(
+            f"| {found['flood']} | {alone['median_s']:.2f} s | {waits} | {health} "
+            f"| {found['other_texts']} of {found['chats']} |"
+        )
+    return "\n".join(lines)
+
+
 async def main(args: argparse.Namespace) -> None:
     """Each flood has a server of its own."""
     rows = []
@@ -424,6 +440,7 @@ async def main(args: argparse.Namespace) -> None:
     found = {"model": MODEL, "machine": machine(torch.device("cpu")), "rows": rows}
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1))
+    print(table(rows))
     print(json.dumps(found))
 
 
