@@ -196,13 +196,13 @@ async def cuts(server: Server, draw: random.Random) -> None:
 
 
 async def honest(server: Server, text: str) -> str:
-    """A short chat."""
+    """A short chat of the honest client."""
     async with fairness.chats(server) as ask:
         return await ask(text)
 
 
 def main() -> None:
-    """Run one part."""
+    """Run one part and print its result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = {"memory": memory, "equal": equal, "faults": faults}
     parser.add_argument("part", choices=parts)

@@ -37,7 +37,7 @@ class CacheRow:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it gives way to nobody now: else texts might do so for ever, and write nothing."""
+        """Whether it gives way to nobody now, so that texts write before they lose room again."""
         return self.reads and self.lost >= MAX_LOST
 
 
@@ -84,9 +84,9 @@ class CacheRoom:
     ) -> list[int]:
         """Texts to set back so that the others fit.
 
-        Of the owner that holds most, the text that had room for longest goes first; where turns are
-        not counted, the newest one. The last text that is left is never set back, nor is one that
-        was just admitted while there is another.
+        Of the owner with most bytes, the text with room for longest goes first; where turns are not
+        counted, the newest one. The last text is never set back, nor an admitted one while there is
+        another.
         """
         holding = [row for row in rows if not row.waits or row.key in admitted]
         stay = {row.key for row in holding if row.key in admitted or row.is_kept}
@@ -98,7 +98,7 @@ class CacheRoom:
     def _leaving(
         self, holding: Sequence[CacheRow], stay: Collection[int], served: Mapping[str, float]
     ) -> list[CacheRow] | None:
-        """Rows that leave so that the others fit; None if those that stay are too many."""
+        """Rows that leave so that the others fit; None if the rows in `stay` are too many."""
         used: Counter[str] = Counter()
         for row in holding:
             used[row.owner] += row.needed
@@ -139,7 +139,7 @@ class _Turns:
         return self._served.get(row.owner, 0.0) - (row.turn_s or 0.0)
 
     def gives_way(self, row: CacheRow, waiting: CacheRow) -> bool:
-        """Whether a text with room gives it to one that waits.
+        """Whether a text with room gives it to a waiting one.
 
         It does when its owner was served for a turn since the other waits, or for two turns, if it
         has not had room for one.

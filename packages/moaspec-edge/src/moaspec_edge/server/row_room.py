@@ -1,7 +1,7 @@
 """Texts of a server's rows that must fit into its cache together.
 
-A text that is set back loses its keys. The text is kept here, and the next request of its row is
-preceded by what must be read again, so that nobody but the shared verifier learns of it.
+A text that is set back loses its keys. Its tokens are kept here, and those without keys precede
+the next request of its row, so that nobody but the shared verifier learns of it.
 """
 
 import time
@@ -87,7 +87,7 @@ class RowRoom:
             text.answered, text.lost = True, 0
 
     def ready(self, waiting: Mapping[int, VerifyRequest]) -> set[int]:
-        """The rows that a pass may take, after those that must give way have lost their keys.
+        """Drop keys of rows that must give way; the rows that a pass may take.
 
         Args:
             waiting: by row, the request that waits.

@@ -38,6 +38,9 @@ from moaspec_edge.server.session_store import NoRoomError, Quota, SessionStore, 
 from moaspec_edge.server.shared_verifier import PassOptions, SharedVerifier
 from moaspec_edge.server.telemetry import Telemetry
 
+MIN_FITTING = 64
+"""Tokens of one text that a cache must hold."""
+
 WARM_TOKENS = 8
 """Tokens that a server decodes before it takes texts."""
 
@@ -79,6 +82,16 @@ class ServiceOptions:
     def token_bytes(target: TargetSpec) -> int:
         """Bytes of one token's keys and values."""
         return target.num_layers * target.identity.kv_size * target.dtype.itemsize
+
+    def fitting_tokens(self, target: TargetSpec) -> int:
+        """Length of the longest text that fits; InputError if none does."""
+        fit = (self.max_cache_bytes - target.state_bytes) // self.token_bytes(target)
+        if fit < MIN_FITTING:
+            raise InputError(
+                f"A cache of {self.max_cache_bytes / 2**30:.3f} GiB holds {max(0, fit)} tokens of "
+                f"this target, and {MIN_FITTING} are needed. Give it more (--cache-gib)."
+            )
+        return fit
 
     def fitting(self, target: TargetSpec) -> StoreOptions:
         """Session limits, reduced to the number that fit at full length into `max_cache_bytes`."""
@@ -136,7 +149,6 @@ class TargetService:
         self.observer = observer or Telemetry()
         self._drafter, shaping = drafter, shaping or DraftSettings()
         own = EngineCapabilities() if engine is None else engine.capabilities
-        self.capabilities = Capabilities(target, drafter, self.options.longest(target), own)
         self.verifier: Any
         passes, follows_use = self.options.passes, False
         if engine is not None:
@@ -151,6 +163,10 @@ class TargetService:
                 owner_rows=min(passes.owner_rows, client_rows(target.device)),
                 owner_tokens=min(passes.owner_tokens, client_tokens(target.device)),
             )
+        longest = self.options.longest(target)
+        if follows_use:
+            longest = min(longest, self.options.fitting_tokens(target))
+        self.capabilities = Capabilities(target, drafter, longest, own)
         self._weights = DeviceWeights()
         self._caches: WeakSet[KVCache] = WeakSet()  # of drafters of `generate`
         self.shared = SharedVerifier(

@@ -371,7 +371,7 @@ class SharedVerifier:
         return taken.jobs
 
     def _with_room(self, jobs: list[_QueuedRequest]) -> list[_QueuedRequest]:
-        """The requests whose rows have room, each with what must be read again before it."""
+        """The requests whose rows have room, after the tokens that must be read again."""
         if self.room is None or not jobs:
             return jobs
         for job in jobs:
