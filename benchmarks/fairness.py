@@ -35,6 +35,7 @@ import torch
 
 from moaspec import Target, load_target
 from moaspec.calibration.measure_costs import machine
+from moaspec_core.cli.prompts import chat_ids
 from moaspec_core.drafting.draft_tree import DraftTree, Tree
 from moaspec_core.drafting.protocols import TextProposer
 from moaspec_core.drafting.tree_shapes import Chain
@@ -343,7 +344,7 @@ async def device_chats(server: Server) -> AsyncIterator[Ask]:
     session = RemoteSession(device, transport(server, HONEST), options)
 
     async def ask(text: str) -> str:
-        prompt = device_target().tokenizer(text)["input_ids"]
+        prompt = chat_ids(device_target(), text)
         found = await session.generate(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=())
         return str(found.token_ids)
 
