@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -452,7 +453,9 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--port", type=int, default=8137)
     parser.add_argument("--out", type=Path, help="File for the result.")
-    parser.add_argument("--options", nargs="*", default=["--threads", "1"])
+    parser.add_argument(
+        "--options", type=shlex.split, default="--threads 1", help='Of the server: --options="..."'
+    )
     arguments = parser.parse_args()
     MODEL = arguments.model
     asyncio.run(main(arguments))

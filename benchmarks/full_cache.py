@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import random
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8138)
     parser.add_argument("--out", type=Path, help="File for the result.")
-    parser.add_argument("--options", nargs="*", default=["--threads", "1"])
+    parser.add_argument(
+        "--options", type=shlex.split, default="--threads 1", help='Of the server: --options="..."'
+    )
     args = parser.parse_args()
     fairness.MODEL = args.model
     found = {"part": args.part, "model": args.model, "result": asyncio.run(parts[args.part](args))}

@@ -246,10 +246,10 @@ BROKEN_LINES = (
     ),
     BrokenLine(
         "scheduler's order",
-        "gives a step to the owners that were served most",
+        "lets owners that are ahead take part in each step",
         CORE + "engine/scheduler.py",
-        "sorted(owners, key=self.served_of)",
-        "sorted(owners, key=self.served_of, reverse=True)",
+        "if self.served_of(owner) <= least + ahead_s",
+        "if self.served_of(owner) >= least",
         (CORE_TESTS + "engine/test_scheduler.py",),
     ),
     BrokenLine(
