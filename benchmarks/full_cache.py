@@ -96,7 +96,7 @@ async def equal(args: argparse.Namespace) -> dict[str, Any]:
     bodies = [
         {
             "prompt": long_prompt(number, 60 + 7 * (number % 40)),
-            "max_tokens": 160,
+            "max_tokens": 96,
             "ignore_eos": True,
             "temperature": 0.8 * (number % 2),
             "seed": number,
@@ -116,7 +116,7 @@ async def equal(args: argparse.Namespace) -> dict[str, Any]:
             found = await asyncio.gather(*(one(number) for number in range(args.texts)))
             return found, await counter(server, "moaspec_rows_set_back_total")
 
-    (quiet, _), (full, set_back) = await texts(8.0, 1), await texts(args.gib[0], args.texts)
+    (quiet, _), (full, set_back) = await texts(8.0, 4), await texts(args.gib[0], args.texts)
     differing = sum(one != other for one, other in zip(quiet, full, strict=True))
     return {"texts": args.texts, "differing": differing, "set_back": set_back}
 
