@@ -244,6 +244,46 @@ BROKEN_LINES = (
         "_top_p_threshold(scaled_NV, settings)",
         (CORE_TESTS + "sampling",),
     ),
+    BrokenLine(
+        "scheduler's order",
+        "lets owners that are ahead take part in each step",
+        CORE + "engine/scheduler.py",
+        "if self.served_of(owner) <= least + ahead_s",
+        "if self.served_of(owner) >= least",
+        (CORE_TESTS + "engine/test_scheduler.py",),
+    ),
+    BrokenLine(
+        "scheduler's charge",
+        "charges prompts as if a token after others cost nothing",
+        CORE + "engine/scheduler.py",
+        "part = costs.fixed_s / len(tokens) + rest_s * own / total",
+        "part = costs.fixed_s / len(tokens)",
+        (CORE_TESTS + "engine/test_scheduler.py",),
+    ),
+    BrokenLine(
+        "scheduler's returns",
+        "lets an owner that was away take the turns that it missed",
+        CORE + "engine/scheduler.py",
+        "self.served[owner] = max(self.served.get(owner, 0.0), least)",
+        "self.served[owner] = self.served.get(owner, 0.0)",
+        (CORE_TESTS + "engine/test_scheduler.py",),
+    ),
+    BrokenLine(
+        "room's turns",
+        "keeps room for those that were served more",
+        CORE + "engine/cache_room.py",
+        "return ahead_s > number * length_s",
+        "return ahead_s < number * length_s",
+        (CORE_TESTS + "engine/test_cache_room.py",),
+    ),
+    BrokenLine(
+        "room's progress",
+        "takes room from texts before they write anything, for ever",
+        CORE + "engine/cache_room.py",
+        "return self.reads and self.lost >= MAX_LOST",
+        "return False",
+        (CORE_TESTS + "engine/test_cache_room.py",),
+    ),
 )
 
 

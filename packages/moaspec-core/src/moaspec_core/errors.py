@@ -80,7 +80,15 @@ class HubError(MoaSpecError):
 
 
 class BusyError(MoaSpecError):
-    """No room for another request now; try again later."""
+    """No room for another request now; try again later.
+
+    Args:
+        retry_s: seconds after which there may be room.
+    """
+
+    def __init__(self, message: str, retry_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class ServerError(MoaSpecError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -69,3 +70,63 @@ def test_every_text_ends_within_the_limit(asked: list[tuple[str, int, int]]) -> 
             if not left[key]:
                 del left[key]
     raise AssertionError(f"these never end: {left}")
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 99)), min_size=2, max_size=6),
+    st.integers(20, 60),
+)
+def test_texts_without_an_end_come_to_their_turns(asked: list[tuple[str, int]], piece: int) -> None:
+    """Sessions of devices: each is read in pieces and writes, again and again."""
+    room, step_s = CacheRoom(100), 0.1
+    served = dict.fromkeys((owner for owner, _ in asked), 0.0)
+    unread = {key: length for key, (_, length) in enumerate(asked)}
+    since, resting = dict.fromkeys(unread, 0.0), set(unread)
+    lost, written = Counter[int](), Counter[int]()
+
+    def rows() -> list[CacheRow]:
+        return [
+            CacheRow(
+                key=key,
+                owner=owner,
+                held=0 if key in resting else length - unread[key],
+                needed=length,
+                waits=key in resting,
+                reads=key not in resting and unread[key] > 0,
+                lost=lost[key],
+                read_s=step_s * -(-length // piece) if key in resting else 0.0,
+                turn_s=served[owner] - since[key],
+            )
+            for key, (owner, length) in enumerate(asked)
+        ]
+
+    def turn(key: int) -> None:
+        since[key] = served[asked[key][0]]
+
+    for step in range(400 * len(asked) * len(asked)):
+        admitted = room.admitted(rows(), served)
+        resting.difference_update(admitted)
+        for key in admitted:
+            turn(key)
+        for key in room.set_back(rows(), admitted, served):
+            resting.add(key)
+            lost[key] += 1
+            unread[key] = asked[key][1]
+            turn(key)
+        held = [key for key in unread if key not in resting]
+        assert sum(asked[key][1] for key in held) <= room.limit
+        # As in a pass of the least served: all that write, and a piece of one that is read.
+        least = min(served[asked[key][0]] for key in held)
+        held = [key for key in held if served[asked[key][0]] <= least + step_s]
+        reading = [key for key in held if unread[key]]
+        reading = reading and [min(reading, key=lambda key: served[asked[key][0]])]
+        taken = reading + [key for key in held if not unread[key]]
+        for key in taken:
+            unread[key] = max(0, unread[key] - piece)
+            written[key] += not unread[key]  # the last piece chooses a token
+            lost[key] *= unread[key] > 0
+            served[asked[key][0]] += step_s / len(taken)
+        if step > 50 and min(written[key] for key in unread) >= 3:
+            return
+    raise AssertionError(f"some wrote little: {written}")

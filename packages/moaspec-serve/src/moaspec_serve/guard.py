@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moaspec_core.support import limits
-from moaspec_core.support.tasks import RefusalDelay
+from moaspec_core.support.tasks import LoopTurns, RefusalDelay
 from moaspec_serve import http_errors
 from moaspec_serve.http_errors import RequestError
 
@@ -38,7 +38,7 @@ class HttpGuard:
 
     def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
         self._app, self._settings = app, settings
-        self._slow_down = RefusalDelay()
+        self._slow_down, self._turns = RefusalDelay(), LoopTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,6 +49,8 @@ class HttpGuard:
             self._check(scope, headers)
             # Read the whole body before the application sees the request.
             received = await self._body(receive)
+            if _is_protected(scope["path"]):
+                await self._turns.wait()
         except RequestError as error:
             if error.status == 401:
                 await self._slow_down.wait()
@@ -90,8 +92,7 @@ class HttpGuard:
                 f"as {', '.join(hosts)}. Behind a reverse proxy that forwards its own name, start "
                 "the server with --allow-host NAME, or let the proxy send one of these names."
             )
-        protected = any(path == root or path.startswith(f"{root}/") for root in PROTECTED_PATHS)
-        if protected and not self._accepts(_key(headers)):
+        if _is_protected(path) and not self._accepts(_key(headers)):
             text = "Incorrect API key. Send one of this server's as a bearer token."
             raise RequestError(text, status=401)
         length = headers.get("content-length", "0")
@@ -126,6 +127,10 @@ class HttpGuard:
             text = f"The body holds more than {limits.MAX_JSON_VALUES} JSON values."
             raise RequestError(text, status=413)
         return messages
+
+
+def _is_protected(path: str) -> bool:
+    return any(path == root or path.startswith(f"{root}/") for root in PROTECTED_PATHS)
 
 
 def too_many_json_values(body: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -81,7 +82,8 @@ def responses() -> dict[int | str, dict[str, Any]]:
 
 async def _respond(request: Request, error: Exception) -> JSONResponse:
     status, content = error_response(error)
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    retry_s = error.retry_s if isinstance(error, BusyError) else 1.0
+    headers = {"Retry-After": str(ceil(retry_s))} if status in (429, 503) else None
     headers = getattr(error, "headers", headers)
     if status == 405 and (methods := _methods(request)):
         headers = {"Allow": methods}

@@ -19,6 +19,7 @@ from moaspec_core.engine.generate_options import GenerateOptions, sampling_param
 from moaspec_core.errors import ContextError, InputError
 from moaspec_core.sampling.grammar import TRIALS, Grammar
 from moaspec_core.sampling.params import SamplingParams
+from moaspec_core.support.tasks import LoopTurns
 from moaspec_serve.guard import GuardSettings
 from moaspec_serve.http_errors import RequestError
 from moaspec_serve.metrics import Metrics
@@ -60,6 +61,7 @@ class ServerContext:
         created: start time, seconds since 1970.
         preparation: threads that tokenise prompts.
         compilation: threads that compile grammars, so that no prompt waits for one.
+        turns: of the event loop, which answers take when a step has written for many.
     """
 
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
@@ -69,6 +71,7 @@ class ServerContext:
         self.created = int(time.time())
         self.preparation = PreparationPool(source.info.places)
         self.compilation = PreparationPool(source.info.places, threads=TRIALS)
+        self.turns = LoopTurns()
 
     @property
     def info(self) -> SourceInfo:

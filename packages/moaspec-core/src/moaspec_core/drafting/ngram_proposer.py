@@ -4,6 +4,7 @@
 n-gram branches add its candidates to those of any proposer.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -13,10 +14,14 @@ from moaspec_core.drafting.tree_shapes import merged
 from moaspec_core.errors import InputError
 
 NUM_COMPARED = 16  # occurrences of a text's end whose lengths are compared
+TOKEN_BYTES = 260  # memory of a token in an index of three sizes
 
 
 class NgramIndex:
     """The positions after each n-gram of a growing text.
+
+    An n-gram is one number, of 32 bits for each token. Dictionaries of numbers take less memory
+    than tuples and lists, and the garbage collector, which stops all threads, skips them.
 
     Args:
         sizes: lengths of the n-grams, the longest first.
@@ -24,21 +29,30 @@ class NgramIndex:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
+        self._clear()
+
+    def _clear(self) -> None:
         self._text: list[int] = []
-        self._followers: dict[tuple[int, ...], list[int]] = {}
-        self._ends: list[tuple[int, ...]] = []  # the last n-gram of each size
+        # Of each size: the last n-gram, the position after the latest occurrence of each n-gram,
+        # and for each position the one before it that follows the same n-gram; -1: none.
+        self._ends = [0] * len(self._sizes)
+        self._latest: list[dict[int, int]] = [{} for _ in self._sizes]
+        self._earlier = [array("i") for _ in self._sizes]
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Index the new tokens of a text; a text that changed is indexed again as a whole."""
-        text = self._text
-        if list(token_ids[: len(text)]) != text:
-            text, self._followers, self._ends = [], {}, []
-            self._text = text
+        if list(token_ids[: len(self._text)]) != self._text:
+            self._clear()
+        text, ends = self._text, self._ends
+        parts = [*zip(self._sizes, self._latest, self._earlier, strict=True)]
         for token in token_ids[len(text) :]:
-            for ngram in self._ends:
-                self._followers.setdefault(ngram, []).append(len(text))
+            place = len(text)
+            for i, (size, latest, earlier) in enumerate(parts):
+                earlier.append(latest.get(ends[i], -1) if place >= size else -1)
+                if place >= size:
+                    latest[ends[i]] = place
+                ends[i] = (ends[i] << 32 | token) & ((1 << 32 * size) - 1)
             text.append(token)
-            self._ends = [tuple(text[-size:]) for size in self._sizes if size <= len(text)]
 
     def paths(self, shape: Tree) -> list[tuple[int, ...]]:
         """At most `breadth` different continuations of the text, each up to `depth` long.
@@ -62,7 +76,7 @@ class NgramIndex:
             no tokens if nothing matches.
         """
         text, best = self._text, (0, 0)
-        if not self._ends or self._ends[-1] not in self._followers:
+        if len(text) < self._sizes[-1] or self._ends[-1] not in self._latest[-1]:
             return 0, ()  # longer ones do not occur earlier either
         for place in islice(self._matches(), NUM_COMPARED):
             size = 0
@@ -74,8 +88,13 @@ class NgramIndex:
 
     def _matches(self) -> Iterator[int]:
         """Positions after earlier occurrences of the text's last n-gram, of each size."""
-        for ngram in self._ends:
-            yield from reversed(self._followers.get(ngram, ()))
+        for size, end, latest, earlier in zip(
+            self._sizes, self._ends, self._latest, self._earlier, strict=True
+        ):
+            place = latest.get(end, -1) if len(self._text) >= size else -1
+            while place >= 0:
+                yield place
+                place = earlier[place]
 
 
 class NgramProposer(TextProposer):

@@ -47,6 +47,8 @@ class VerifyRequest:
             before it; else 0. Some rotary embeddings depend on it.
         window: most tokens before the end of the text to encode, if features are wanted; 0 for all
             that the drafter needs.
+        read_again: whether `new_tokens` were verified before and lost their keys, so that their
+            features stay valid and none are made.
     """
 
     cache_row: int
@@ -58,6 +60,7 @@ class VerifyRequest:
     encode: bool = True
     text_length: int = 0
     window: int = 0
+    read_again: bool = False
 
 
 @dataclass
@@ -126,6 +129,10 @@ class Verifier(Protocol):
         if request.window:
             start = max(start, stop - request.window)
         return start, range(start, stop)
+
+    def cut(self, row: int, length: int) -> None:
+        """Another text goes on after the first `length` tokens of a row."""
+        del row, length  # by default it overwrites what follows them
 
     def close(self, row: int) -> None:
         """Drop all data of a row."""

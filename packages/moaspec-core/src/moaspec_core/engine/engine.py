@@ -183,6 +183,8 @@ class Engine:
             raise InputError(f"Request {handle} is not active: it has ended, or never joined.")
         request = self._active[handle]
         self._close(request)
+        if request.branches is not None:
+            request.branches.drop_index()
         request.num_verified = 0
         if not request.prefilled:
             request.result.num_reused_tokens = 0
@@ -429,6 +431,7 @@ class Engine:
             common = common_length(old.token_ids, request.token_ids[:-1])
             request.num_verified = min(common, old.num_verified)
         request.result.num_reused_tokens = request.num_verified
+        self._verifier.cut(request.cache_row, request.num_verified)
         if self._proposer is not None:
             self._proposer.rollback(request.cache_row, request.num_verified)
         del self._kept[old.handle]

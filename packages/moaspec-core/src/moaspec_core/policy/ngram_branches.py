@@ -42,6 +42,10 @@ class NgramBranches:
         self._guess: tuple[int, int, float] | None = None  # place, token, its rate by the table
         self._hit_rate = FadingRate(1.0, PRIOR_LOOKUPS)  # right guesses over those expected
 
+    def drop_index(self) -> None:
+        """Free the index; the next lookup makes it again."""
+        self._index = NgramIndex(SIZES)
+
     def look_up(self, token_ids: Sequence[int], num_requests: int, depth: int) -> float:
         """Find what followed the text's end where it occurs earlier.
 

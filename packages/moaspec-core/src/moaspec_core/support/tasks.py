@@ -1,4 +1,4 @@
-"""Waiting in an event loop: limits of time, the delay of refusals, and the end of tasks."""
+"""Waiting in an event loop: limits of time, turns, the delay of refusals, and the end of tasks."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,6 +24,22 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> list[Any]:
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class LoopTurns:
+    """Lets few tasks go on in each turn of the event loop.
+
+    Tasks that become ready together (streams after a step, requests that come at once) would all
+    run before any other task does.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._room = asyncio.Semaphore(most)
+
+    async def wait(self) -> None:
+        """Wait for a turn, at least the next one."""
+        async with self._room:
+            await asyncio.sleep(0)
 
 
 class RefusalDelay:

@@ -93,7 +93,7 @@ def target_server(
     cache_gib: Annotated[
         float,
         typer.Option(
-            help="GiB for keys and values of all sessions at their longest.",
+            help="GiB for keys and values of all texts; on GPUs, of all sessions at their longest.",
             min=0.001,
             max=options.MAX_GIB,
         ),

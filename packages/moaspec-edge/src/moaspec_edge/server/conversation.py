@@ -78,6 +78,7 @@ class Conversation:
             self.stream.problem(pb.Problem.LOST, "There is no such session.", turn=message.turn)
         elif message.turn == session.turn:
             session.attach(self.stream)
+            self._service.work.go_on(session)
             self._handle_in_turn(session, message)
 
     def _open(self, session: ServerSession | None, message: pb.ClientMessage) -> None:

@@ -66,6 +66,7 @@ class PendingWork:
             session.task = None
 
     async def _begin(self, session: ServerSession, opening: TurnRequest) -> None:
+        session.left = None
         if opening.turn < session.turn:
             return
         if not session.knows(opening):
@@ -80,7 +81,16 @@ class PendingWork:
             with self._observer.work("prefill"):
                 async for _ in session.read():
                     session.more()
+                    if session.stream is None and not session.decided:
+                        session.left = opening  # what is read stays
+                        return
         session.answer(len(opening.token_ids))
+
+    def go_on(self, session: ServerSession) -> None:
+        """Go on with a turn whose reading ended because its device had left: it is back."""
+        left, session.left = session.left, None
+        if left is not None and session.waiting is None:
+            self.put(session, left)
 
     async def _verify(self, session: ServerSession, drafted: DraftRequest) -> None:
         committed, most = len(session.token_ids), self._capabilities.max_tokens

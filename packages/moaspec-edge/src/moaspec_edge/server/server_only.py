@@ -3,10 +3,11 @@
 It is the baseline of client-server decoding, and serves devices that have no bundle.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, MutableSet, Sequence
 from dataclasses import replace
 
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
+from moaspec.drafting.kv_cache import KVCache
 from moaspec.model.moa import MoADrafter
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
@@ -56,10 +57,15 @@ async def decode_alone(
     sampling: SamplingParams,
     *,
     shaping: DraftSettings,
+    caches: MutableSet[KVCache],
     owner: str,
     max_tokens: int,
 ) -> AsyncGenerator[pb.Generated]:
-    """Decode a request to its end, or to the longest text; closing the generator stops it."""
+    """Decode a request to its end, or to the longest text; closing the generator stops it.
+
+    Args:
+        caches: the drafter's are added.
+    """
     drafting: Proposer | None = None
     # Another engine that runs the weights lends no embedding and no head to draft with. No layers
     # are reused here, so a drafter that was trained for N > 0 only cannot draft.
@@ -70,6 +76,7 @@ async def decode_alone(
         and isinstance(target, Target)
     ):
         drafting = FastMoAProposer(drafter, target, num_target_layers=0)
+        caches |= {*drafting.caches}
     row = LeasedSlot(shared, owner, None if drafting is None else drafter)
     try:
         engine = Engine(row, drafting, target=target, max_positions=max_tokens)

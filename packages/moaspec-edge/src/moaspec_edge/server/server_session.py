@@ -62,6 +62,7 @@ class ServerSession:
         stream: of the device's connection; None while it has none.
         task: runs the session's requests; None while there is none.
         waiting: the request that comes next.
+        left: a turn that is not read to its end, because the device left.
         goal: length up to which tokens are streamed that no request asks for.
         asked: largest length of the text in the turn's requests.
     """
@@ -84,6 +85,7 @@ class ServerSession:
     stream: ResponseStream | None = None
     task: asyncio.Task[None] | None = None
     waiting: TurnRequest | DraftRequest | None = None
+    left: TurnRequest | None = None
     on_text: OnText | None = None  # gets the turn's text when it is over
     goal: int = 0
     asked: int = 0

@@ -5,7 +5,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+from weakref import WeakSet
 
+from moaspec.drafting.kv_cache import KVCache
 from moaspec.engine.local_verifier import client_rows, client_tokens
 from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.generation.renewal import QUIET_S, RENEWAL_S, Renew, Renewal
@@ -36,6 +38,9 @@ from moaspec_edge.server.session_store import NoRoomError, Quota, SessionStore, 
 from moaspec_edge.server.shared_verifier import PassOptions, SharedVerifier
 from moaspec_edge.server.telemetry import Telemetry
 
+MIN_FITTING = 64
+"""Tokens of one text that a cache must hold."""
+
 WARM_TOKENS = 8
 """Tokens that a server decodes before it takes texts."""
 
@@ -46,8 +51,9 @@ class ServiceOptions:
 
     Attributes:
         max_tokens: length of the longest text with its prompt; None takes the target's context.
-        max_cache_bytes: keys, values and states of all sessions at full length; this also limits
-            the number of sessions.
+        max_cache_bytes: keys, values and states of all texts, activations that are kept for
+            devices, and caches of the server's own drafters. Where rows do not take memory one by
+            one (on GPUs), it limits the number of sessions: each may have its full length.
         sessions: limits of the number of sessions.
         passes: limits of one pass of the target.
 
@@ -77,8 +83,18 @@ class ServiceOptions:
         """Bytes of one token's keys and values."""
         return target.num_layers * target.identity.kv_size * target.dtype.itemsize
 
+    def fitting_tokens(self, target: TargetSpec) -> int:
+        """Length of the longest text that fits; InputError if none does."""
+        fit = (self.max_cache_bytes - target.state_bytes) // self.token_bytes(target)
+        if fit < MIN_FITTING:
+            raise InputError(
+                f"A cache of {self.max_cache_bytes / 2**30:.3f} GiB holds {max(0, fit)} tokens of "
+                f"this target, and {MIN_FITTING} are needed. Give it more (--cache-gib)."
+            )
+        return fit
+
     def fitting(self, target: TargetSpec) -> StoreOptions:
-        """Session limits, reduced to the number of sessions that fit into `max_cache_bytes`."""
+        """Session limits, reduced to the number that fit at full length into `max_cache_bytes`."""
         per_session = self.token_bytes(target) * self.longest(target) + target.state_bytes
         fit = max(1, self.max_cache_bytes // per_session)
         return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
@@ -133,26 +149,35 @@ class TargetService:
         self.observer = observer or Telemetry()
         self._drafter, shaping = drafter, shaping or DraftSettings()
         own = EngineCapabilities() if engine is None else engine.capabilities
-        self.capabilities = Capabilities(target, drafter, self.options.longest(target), own)
         self.verifier: Any
-        passes = self.options.passes
+        passes, follows_use = self.options.passes, False
         if engine is not None:
             self.verifier = engine
         else:
             assert isinstance(target, Target), "without an engine the target itself decides"
             encoder: Any = None if drafter is None else wire_encoder(drafter, target)
             self.verifier = local_verifier(target, encoder)
+            follows_use = self.verifier.cache.follows_use
             passes = replace(
                 passes,
                 owner_rows=min(passes.owner_rows, client_rows(target.device)),
                 owner_tokens=min(passes.owner_tokens, client_tokens(target.device)),
             )
+        longest = self.options.longest(target)
+        if follows_use:
+            longest = min(longest, self.options.fitting_tokens(target))
+        self.capabilities = Capabilities(target, drafter, longest, own)
         self._weights = DeviceWeights()
+        self._caches: WeakSet[KVCache] = WeakSet()  # of drafters of `generate`
         self.shared = SharedVerifier(
-            self.verifier, passes, self.verifier.release, _budget_of(shaping)
+            self.verifier,
+            passes,
+            self.verifier.release,
+            _budget_of(shaping),
+            max_bytes=self._cache_room if follows_use else None,
         )
         self._shaping = replace(shaping, beside=lambda: self.shared.num_recent_rows)
-        self._room = self.options.fitting(target)
+        self._room = self.options.sessions if follows_use else self.options.fitting(target)
         rules = PositionRules.of(target, self.capabilities.max_tokens)
         self.sessions = SessionStore(self._room, self.shared, rules)
         self.work = PendingWork(self.capabilities, self.observer, self.sessions.remove)
@@ -182,6 +207,7 @@ class TargetService:
             ("evicted", "Sessions forgotten to make room", lambda: self.sessions.evicted),
             ("waiting", "Requests that no pass has taken", lambda: self.shared.num_waiting),
             ("cache_bytes", "Keys and values held", lambda: self.verifier.cache_bytes),
+            ("rows_set_back", "Texts whose keys were dropped for room", self._rows_set_back),
             ("record_bytes", "Activations held", self._record_bytes),
             ("passes", "Passes of the target", lambda: counts.passes),
             ("pass_rows", "Rows of all passes", lambda: counts.rows),
@@ -227,6 +253,14 @@ class TargetService:
         if not version or drafter is None:
             return "", b""
         return version, await self._weights.of(drafter, version, packing)
+
+    def _rows_set_back(self) -> int:
+        return 0 if self.shared.room is None else self.shared.room.rows_set_back
+
+    def _cache_room(self) -> int:
+        """Bytes that rows of the target's cache may have now."""
+        drafters = sum(cache.num_bytes for cache in list(self._caches))
+        return self.options.max_cache_bytes - self._record_bytes() - drafters
 
     def _record_bytes(self) -> int:
         """Bytes of activations that are kept for devices."""
@@ -288,6 +322,7 @@ class TargetService:
                 request,
                 sampling,
                 shaping=self._shaping,
+                caches=self._caches,
                 owner=owner,
                 max_tokens=self.capabilities.max_tokens,
             )

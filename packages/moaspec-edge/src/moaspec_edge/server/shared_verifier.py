@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.generation.renewal import Renewal
 from moaspec_core.drafting.draft_tree import DraftTree
 from moaspec_core.drafting.protocols import Verifier, VerifyRequest, VerifyResult
@@ -24,6 +25,8 @@ from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.process_memory import end_idle_threads
 from moaspec_core.sampling.params import GREEDY
 from moaspec_core.support.tasks import end_tasks
+from moaspec_edge.server.auth import ANONYMOUS
+from moaspec_edge.server.row_room import RowRoom
 
 Adopt = Callable[[DraftSettings], None]
 PREFILL_TOKENS = 128
@@ -35,6 +38,8 @@ OWNER_DRAFTED = 64
 """Drafted tokens of one owner, if several owners asked within `RECENT_S`. Longer drafts are cut,
 which changes no text."""
 RECENT_S = 5.0
+ROOM_S = 0.05
+"""Seconds until a request that waits for room looks again, if no other comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,13 @@ class _QueuedRequest:
     owner: str
     answer: asyncio.Future[tuple[VerifyResult, float]]
     rest: VerifyRequest | None = None
+    takes_turns: str = ""  # with whom it takes turns, if not its owner
+    num_verified: int = 0  # tokens that were verified when it came
+
+    @property
+    def turn(self) -> str:
+        """Who takes turns with others."""
+        return self.takes_turns or self.owner
 
     @property
     def tokens(self) -> int:
@@ -105,6 +117,7 @@ class _QueuedRequest:
                 sampling=GREEDY,
                 encode=False,
                 text_length=whole.text_length or length,
+                read_again=whole.num_verified + most <= self.num_verified,
             )
         self.cut(max(0, room - len(self.request.new_tokens)))
 
@@ -175,9 +188,12 @@ class SharedVerifier:
     Args:
         verifier: called in a thread of its own, one pass at a time.
         on_idle: called when the last leased row is returned.
+        max_bytes: bytes of the cache that all rows may have now; None where rows do not take memory
+            one by one.
 
     Attributes:
         budget: of the drafts of all rows of a pass; None verifies all.
+        room: decides which rows have keys; None: all.
         prompt_piece: most prompt tokens of one request; `sys.maxsize` where prompts are read whole.
     """
 
@@ -187,11 +203,19 @@ class SharedVerifier:
         options: PassOptions | None = None,
         on_idle: Callable[[], None] | None = None,
         budget: PassBudget | None = None,
+        max_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle, self.budget = on_idle, budget
         self.prompt_piece = sys.maxsize if verifier.reads_whole else PREFILL_TOKENS
         self.scheduler = Scheduler(PREFILL_TOKENS)
+        self.room: RowRoom | None = None
+        if max_bytes is not None:
+            assert isinstance(verifier, LocalVerifier), "others have caches of their own"
+            piece = min(self.prompt_piece, self.options.owner_tokens)
+            self.room = RowRoom(verifier, self.scheduler, max_bytes, piece)
+        self._turns: dict[int, str] = {}  # with whom each row takes turns
+        self._num_leased = 0
         self._recent: deque[set[int]] = deque(maxlen=2)
         self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
@@ -231,6 +255,11 @@ class SharedVerifier:
         """Lease the lowest free row, which keeps caches small, until `close`."""
         row = next(i for i in range(len(self._used) + 1) if i not in self._used)
         self._used[row] = owner
+        self._num_leased += 1
+        # Nobody tells devices without credentials apart: each text takes turns of its own.
+        self._turns[row] = f"text {self._num_leased}" if owner == ANONYMOUS else owner
+        if self.room is not None:
+            self.room.lease(row, self._turns[row])
         if self.budget is not None:
             self.budget.forget(row)
         return row
@@ -243,6 +272,9 @@ class SharedVerifier:
             return
         self._verifier.close(row)
         self._used.pop(row, None)
+        self._turns.pop(row, None)
+        if self.room is not None:
+            self.room.close(row)
         if self._on_idle is not None and not self._used:
             self._on_idle()
 
@@ -265,7 +297,15 @@ class SharedVerifier:
             self._task = asyncio.create_task(self._run())
         owner = self._used.get(request.cache_row, "")
         self._asked_s[owner] = time.monotonic()
-        job = _QueuedRequest(request, owner, asyncio.get_running_loop().create_future())
+        job = _QueuedRequest(
+            request,
+            owner,
+            asyncio.get_running_loop().create_future(),
+            takes_turns=self._turns.get(request.cache_row, ""),
+            num_verified=request.num_verified,
+        )
+        if self.room is not None:
+            self.room.ask(request.cache_row)
         self._jobs.append(job)
         self._wake.set()
         return await job.answer
@@ -289,6 +329,8 @@ class SharedVerifier:
                 self._used_s = time.monotonic()
                 # Rows that this process decodes ask again at once: they share the next pass.
                 await asyncio.sleep(0)
+            if self._jobs:  # they wait for room, which others leave or have had for long enough
+                asyncio.get_running_loop().call_later(ROOM_S, self._wake.set)
 
     async def _rest_until_asked(self) -> None:
         loop = asyncio.get_running_loop()
@@ -308,25 +350,35 @@ class SharedVerifier:
         await self._wake.wait()
 
     def _next(self) -> list[_QueuedRequest]:
-        """Take the requests of the next pass: at least one, if any waits.
+        """Take the requests of the next pass: at least one, if any waits that has room.
 
         Owners take turns by the work that they were served; each one's oldest request comes first.
         """
         jobs = [job for job in self._jobs if not job.answer.cancelled()]
         # Of owners that were served alike, the one whose turn was longest ago comes first.
-        owners = sorted({job.owner: 0 for job in jobs}, key=lambda o: self._served.get(o, 0))
+        owners = sorted({job.turn: 0 for job in jobs}, key=lambda o: self._served.get(o, 0))
         turns = {owner: place for place, owner in enumerate(self.scheduler.turns(owners))}
         seen: Counter[str] = Counter()
         order: list[tuple[int, int, _QueuedRequest]] = []
-        for job in jobs:
-            order.append((seen[job.owner], turns[job.owner], job))
-            seen[job.owner] += 1
+        for job in self._with_room(jobs):
+            order.append((seen[job.turn], turns[job.turn], job))
+            seen[job.turn] += 1
         taken = _Pass(self.options, self.prompt_piece, *self._owner_limits())
         chosen = {id(job) for *_, job in sorted(order, key=lambda one: one[:2]) if taken.take(job)}
         waiting = {id(job) for job in jobs} - chosen
         self._jobs = deque(job for job in jobs if id(job) in waiting)
         self._served.update(dict.fromkeys(taken.drafted, self.counts.passes + 1))
         return taken.jobs
+
+    def _with_room(self, jobs: list[_QueuedRequest]) -> list[_QueuedRequest]:
+        """The requests whose rows have room, after the tokens that must be read again."""
+        if self.room is None or not jobs:
+            return jobs
+        for job in jobs:
+            job.request = self.room.whole(job.request)
+        waiting = {job.request.cache_row: job.request for job in jobs}
+        ready = self.room.ready(waiting)
+        return [job for job in jobs if job.request.cache_row in ready]
 
     def _owner_limits(self) -> tuple[int, int, int]:
         """The drafted tokens, rows and tokens of one owner, fewer if there is another owner."""
@@ -365,20 +417,26 @@ class SharedVerifier:
         self._count(jobs, seconds)
         self._charge(jobs, seconds)
         for job, answer in zip(jobs, answers, strict=True):
-            if job.answer.done():
-                continue
             if isinstance(answer, VerifyResult):
-                self.scheduler.charge_seconds(job.owner, answer.process_s)
-                if job.rest is not None:
-                    job.request, job.rest = job.rest, None
-                    self._jobs.append(job)  # behind other prompts of this owner
-                    continue
-                answer = replace(answer, tree=answer.tree or job.request.tree)
-                if self.budget is not None:
-                    self.budget.count(job.request, answer)
-                job.answer.set_result((answer, seconds))
-            else:
+                self._settle(job, answer, seconds)
+            elif not job.answer.done():
                 job.answer.set_exception(answer)
+
+    def _settle(self, job: _QueuedRequest, result: VerifyResult, seconds: float) -> None:
+        """Answer a request, or queue what is left of it."""
+        if self.room is not None:
+            self.room.record(job.request, result, answered=job.rest is None)
+        if job.answer.done():
+            return
+        self.scheduler.charge_seconds(job.turn, result.process_s)
+        if job.rest is not None:
+            job.request, job.rest = job.rest, None
+            self._jobs.append(job)  # behind other prompts of this owner
+            return
+        result = replace(result, tree=result.tree or job.request.tree)
+        if self.budget is not None:
+            self.budget.count(job.request, result)
+        job.answer.set_result((result, seconds))
 
     def _count(self, jobs: list[_QueuedRequest], seconds: float) -> None:
         counts = self.counts
@@ -391,7 +449,7 @@ class SharedVerifier:
         """Charge a pass to the owners of its requests."""
         tokens = Counter[str]()
         for job in jobs:
-            tokens[job.owner] += job.tokens
+            tokens[job.turn] += job.tokens
         costs = self.scheduler.rounds
         context = sum(job.request.num_verified for job in jobs) / len(jobs)
         costs.record(tokens.total(), context, seconds)

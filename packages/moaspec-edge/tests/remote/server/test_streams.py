@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from moaspec_core.tokens.token_rules import TokenRules
 from moaspec_edge.protocol import identity, wire
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol.transport import Connection, pipe
-from moaspec_edge.server.server_session import DraftRequest
+from moaspec_edge.server.server_session import DraftRequest, TurnRequest
 from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.session_store import StoreOptions
 from moaspec_edge.server.shared_verifier import PassOptions
@@ -294,6 +295,38 @@ def test_streams_take_no_further_places() -> None:
             await client.send(draft=pb.Draft(base=len(text), further=MAX_STREAMED))
             await another.send(open=pb.Open())
             assert len(at.sessions) == 1
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_not_read_on_for_a_device_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read stays, and is gone on from when the device is back."""
+    monkeypatch.setattr("moaspec_edge.server.shared_verifier.PREFILL_TOKENS", 7)
+    prompt = tuple(PROMPT) * 4
+    opening = TurnRequest(
+        turn=1,
+        token_ids=prompt,
+        prompt_length=len(prompt),
+        sampling=GREEDY,
+        grammar="",
+        asked=None,
+    )
+
+    async def run() -> None:
+        at = service()
+        session = at.sessions.create(b"x" * 16, "alice")
+        at.work.put(session, opening)
+        assert session.task is not None
+        await session.task
+        assert (session.num_verified, at.shared.counts.passes) == (7, 1)
+        stream: Any = SimpleNamespace(more=lambda: None, answer=lambda _: None, session=None)
+        session.attach(stream)
+        at.work.go_on(session)
+        await session.task
+        assert session.token_ids == [*prompt, *plain(list(prompt), 1)]
+        assert at.shared.counts.passes == -(-len(prompt) // 7)
+        session.stream = None
         await at.stop()
 
     asyncio.run(run())

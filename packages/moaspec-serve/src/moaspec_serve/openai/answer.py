@@ -100,6 +100,7 @@ class Answer(Generic[Body]):
         """Yield what each update adds, until all texts have ended."""
         while self._unfinished:
             index, news = await self._news.get()
+            await self._context.turns.wait()
             if isinstance(news, Exception):
                 self._outcome = "failed"
                 raise news

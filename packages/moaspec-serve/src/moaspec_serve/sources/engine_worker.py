@@ -39,6 +39,9 @@ LOG = logging.getLogger("moaspec.sources.engine_worker")
 SPARE_SLOTS = 64
 """Slots of a row behind its text: a tree of drafts."""
 
+MEAN = 0.1
+"""Weight of the newest text in the mean length of answers."""
+
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
 
@@ -62,9 +65,9 @@ class WorkerLimits(SourceLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Bytes of the rows of all caches."""
+    """Bytes of the rows of all caches, and of what is kept of a text to copy from it."""
 
-    slot: int  # keys and values of one token
+    slot: int  # keys and values of one token, and its part of the index of n-grams
     state: int  # of one row's recurrent states
     of_slots: Callable[[int], int]  # memory of so many slots of one row, without states
     follows_use: bool  # whether rows take memory, and give it back, one by one
@@ -136,6 +139,7 @@ class EngineWorker:
         self._active: dict[int, QueuedJob] = {}
         self._resting: set[int] = set()  # handles of active jobs without keys, which wait for room
         self.rows_set_back = 0
+        self._lost: Counter[int] = Counter()  # by handle, how often since it last wrote
         self._num_steps, self._steps_s, self._long_steps = 0, 0.0, 0
         self._read: Counter[str] = Counter()  # tokens by `Job.owner_label`, as the next two
         self._written: Counter[str] = Counter()
@@ -144,7 +148,8 @@ class EngineWorker:
         # Largest number of rows and slots that the cache held; (0, 0): it is empty.
         self._high = (0, 0)
         self._used_s = time.monotonic()  # when the newest command came or the last step ended
-        self._places = Places("server", limits)
+        self._places = Places("server", limits, self._wait_s)
+        self._mean_tokens = 0.0  # of texts that ended; 0: none did
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
@@ -201,6 +206,29 @@ class EngineWorker:
         (client,) = {queued.job.client for queued in batch}
         self._places.take(client, len(batch))
         self._inbox.put(lambda: self._waiting.extend(batch))
+
+    def _wait_s(self, client: str, number: int) -> float:
+        """Seconds until so many texts of a key, or of all for "", have probably ended.
+
+        All texts of an owner advance alike, and owners have equal parts of the time.
+        """
+        jobs = [*list(self._active.values()), *list(self._waiting)]
+        own = [one for one in jobs if not client or one.job.client == client]
+        owners = len({one.job.owner for one in jobs}) if client else 1
+        work_s = sorted(map(self._left_s, own))[: max(1, number)]
+        if not work_s:
+            return 1.0  # they have not arrived in the engine's thread
+        return max(1.0, owners * sum(min(one, work_s[-1]) for one in map(self._left_s, own)))
+
+    def _left_s(self, queued: QueuedJob) -> float:
+        """Seconds of the target that a text probably still needs, in a batch with the others."""
+        written, most = len(queued.result.token_ids), queued.job.max_new_tokens
+        costs, prompt = self._engine.scheduler, len(queued.job.prompt_ids)
+        left = max(1, min(most, self._mean_tokens or most) - written)
+        rows = max(1, len(self._active))
+        round_s = costs.rounds.seconds(rows, prompt + written) / rows
+        read_s = 0.0 if written else costs.reading.seconds(prompt, prompt / 2)
+        return read_s + left * round_s
 
     def cancel(self, queued: QueuedJob) -> None:
         """Remove a job; without effect if it has ended."""
@@ -286,6 +314,7 @@ class EngineWorker:
             started_s = time.monotonic()
             for event in self._engine.step(plan):
                 self._written[self._active[event.handle].job.owner_label] += len(event.token_ids)
+                self._lost.pop(event.handle, None)
                 self._report(event)
             self._count_step(time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
@@ -317,10 +346,11 @@ class EngineWorker:
         active = [replace(one, ready=one.key not in self._resting) for one in active]
         plan = scheduler.next_step([*active, *waiting])
         rows = [self._cache_row(one, plan.get(one.key, 0)) for one in active]
-        for handle in room.set_back(rows, admitted):
+        for handle in room.set_back(rows, admitted, scheduler.served):
             self._engine.set_back(handle)
             self._resting.add(handle)
             plan.pop(handle, None)
+            self._lost[handle] += 1
             self.rows_set_back += 1
         self._count_work(active, plan)
         return plan
@@ -336,7 +366,7 @@ class EngineWorker:
 
     def _cache_row(self, work: Work, taken: int) -> CacheRow:
         waits = work.key in self._resting
-        slots = work.context + (work.unread if waits else taken)
+        slots = work.context + (work.unread or taken)
         return CacheRow(
             key=work.key,
             owner=work.owner,
@@ -344,6 +374,8 @@ class EngineWorker:
             held=0 if waits else self._room.of(work.context),
             needed=self._room.of(slots + SPARE_SLOTS),
             waits=waits,
+            reads=bool(work.unread) and not waits,
+            lost=self._lost[work.key],
             read_s=self._engine.scheduler.reading.seconds(work.unread, work.unread / 2),
         )
 
@@ -454,6 +486,8 @@ class EngineWorker:
             num_reused_tokens=queued.result.num_reused_tokens,
         )
         if event.stop_reason is not None:
+            ended = len(queued.result.token_ids)
+            self._mean_tokens += (ended - self._mean_tokens) * (MEAN if self._mean_tokens else 1)
             free = not (queued.job.sampling.changes_logits or queued.job.ignore_eos)
             if self._on_text is not None and free:
                 self._on_text(queued.job.prompt_ids, queued.result.token_ids)
@@ -509,4 +543,5 @@ class EngineWorker:
         if queued.handle is not None:
             self._active.pop(queued.handle, None)
             self._resting.discard(queued.handle)
+            self._lost.pop(queued.handle, None)
         self._places.free(queued.job.client)

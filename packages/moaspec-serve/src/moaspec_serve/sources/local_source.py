@@ -18,6 +18,7 @@ from moaspec.generation.local_engine import local_parts
 from moaspec.generation.renewal import Renew
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
+from moaspec_core.drafting.ngram_proposer import TOKEN_BYTES
 from moaspec_core.drafting.protocols import CachingProposer, Proposer
 from moaspec_core.engine.engine import Engine
 from moaspec_core.engine.scheduler import STEP_S
@@ -86,13 +87,13 @@ class LocalSource(TextSource):
             caches += drafting.caches
 
         def row_bytes(slots: int) -> int:
-            return sum(cache.row_bytes(slots) for cache in caches)
+            return sum(cache.row_bytes(slots) for cache in caches) + slots * TOKEN_BYTES
 
         self._worker = EngineWorker(
             self.engine,
             release=release,
             room=RowBytes(
-                slot=sum(cache.slot_bytes for cache in caches),
+                slot=sum(cache.slot_bytes for cache in caches) + TOKEN_BYTES,
                 state=target.state_bytes,
                 of_slots=row_bytes,
                 follows_use=verifier.cache.follows_use,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from moaspec_core.engine.engine import check_bias, check_prompt
@@ -258,10 +259,18 @@ class Places:
     """The places of a source: counts the texts of each client and refuses those beyond limits.
 
     Messages call the source `where`: "server" or "device".
+
+    Args:
+        wait_s: seconds until so many texts of a client, or of all for "", have probably ended.
     """
 
-    def __init__(self, where: str, limits: SourceLimits) -> None:
-        self._where, self._total = where, limits.places
+    def __init__(
+        self,
+        where: str,
+        limits: SourceLimits,
+        wait_s: Callable[[str, int], float] = lambda _client, _number: 1.0,
+    ) -> None:
+        self._where, self._total, self._wait_s = where, limits.places, wait_s
         self._lock = threading.Lock()
         self._taken: Counter[str] = Counter()
 
@@ -283,16 +292,23 @@ class Places:
                 f"{share} together; ask for fewer."
             )
         with self._lock:
-            if self.taken + num_texts > self._total:
-                raise BusyError(
-                    f"The {self._where} has {self.taken} requests, and takes {self._total} "
-                    "(--max-active and --max-waiting). Try again later."
-                )
             own = self._taken[client]
-            if own + num_texts > share:
-                raise BusyError(
-                    f"This key has {own} requests here, and may have {share}. Try again later."
-                )
+            found = (
+                (
+                    self.taken,
+                    self._total,
+                    "",
+                    f"The {self._where} has {{}} requests, and takes {{}} "
+                    "(--max-active and --max-waiting).",
+                ),
+                (own, share, client, "This key has {} requests here, and may have {}."),
+            )
+            for taken, most, whose, message in found:
+                if taken + num_texts > most:
+                    retry_s = self._wait_s(whose, taken + num_texts - most)
+                    raise BusyError(
+                        f"{message.format(taken, most)} Try again in {ceil(retry_s)} s.", retry_s
+                    )
             self._taken[client] = own + num_texts
 
     def free(self, client: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -176,18 +177,42 @@ def texts_of(source: LocalSource, number: int) -> list[tuple[list[int], list[flo
     return [(one.result.token_ids, one.result.logprobs) for one, _ in jobs]
 
 
-def test_rows_that_are_set_back_go_on_with_the_same_text() -> None:
+def test_rows_that_are_set_back_go_on_with_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for about two rows, the texts are those of a cache where all fit."""
+    monkeypatch.setattr("moaspec_core.engine.cache_room.LEAST_TURN_S", 0.0)
+    monkeypatch.setattr("moaspec_core.engine.cache_room.READ_AGAIN", 0.5)
     small, large = serving.source(active=16), serving.source(active=16)
     small._worker._limits = replace(
         small._worker._limits, cache_bytes=2 * small._worker._room.of(100), parked=1
     )
-    found, quiet = texts_of(small, 12), texts_of(large, 12)
+    found, quiet = texts_of(small, 16), texts_of(large, 16)
     assert [ids for ids, _ in found] == [ids for ids, _ in quiet]
     for (_, some), (_, others) in zip(found, quiet, strict=True):
         assert some == pytest.approx(others, abs=1e-4)  # passes of another width, in float32
     assert large._worker.rows_set_back == 0
-    assert small._worker.rows_set_back > 0
+    assert small._worker.rows_set_back >= 100
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    """By the work of the texts that must end before: those of the key, or of all."""
+
+    def retry_s(client: str, *new_tokens: int) -> float:
+        worker = serving.source(active=4, waiting=4)._worker
+        for number, new in enumerate(new_tokens):
+            one, _ = long_job("ab"[number % 2], number, new)
+            worker._places.take(one.job.client, 1)
+            worker._waiting.append(one)
+        with pytest.raises(BusyError) as refused:
+            worker._places.take(client, 4 if len(new_tokens) < 8 else 1)
+        assert f"Try again in {math.ceil(refused.value.retry_s)} s" in str(refused.value)
+        return refused.value.retry_s
+
+    short, long = retry_s("c", *[400] * 8), retry_s("c", *[4000] * 8)
+    assert 5 * short < long  # the first of all texts ends; its prompt takes its part
+    one_is_short = retry_s("c", 400, *[4000] * 7)
+    assert one_is_short == pytest.approx(short)
+    own = retry_s("a", 4000, 400, 4000, 400)  # both texts of the key must go on to make room
+    assert own > retry_s("b", 4000, 400, 4000, 400)
 
 
 def ended(worker: EngineWorker, tenant: str, first: int) -> None:

@@ -92,6 +92,10 @@ class KVCache:
         layers, two, _, heads, _, dim = self._data.shape
         return layers * two * heads * dim * self._data.element_size()
 
+    def held_slots(self, row: int) -> int:
+        """Slots of a row that have memory."""
+        return self._held.get(row, 0)
+
     def row_bytes(self, slots: int) -> int:
         """Bytes of memory of a row that has so many slots: whole pages, where it is reserved."""
         if self._data.device.type != "cpu":
@@ -139,6 +143,11 @@ class KVCache:
         self._held[row] = kept
         if not kept:
             del self._held[row]
+
+    def cut(self, row: int, kept: int) -> None:
+        """Return the memory behind a row's first slots, if it is more than a few."""
+        if self._held.get(row, 0) > kept + SLOT_BUCKET:
+            self.give_back(row, kept)
 
     def release(self) -> None:
         with torch.inference_mode(mode=False):

@@ -105,6 +105,7 @@ class MoAProposer(TreeProposer):
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""
         super().rollback(row, length)
+        self.memory.cut(row, length)
         for ends in (self.num_encoded, self.first_encoded):
             ends[row] = min(ends.get(row, 0), length)
         if row in self.missing:

@@ -131,6 +131,7 @@ class TreeProposer(CachingProposer):
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""
         self.num_read[row] = max(0, min(self.num_read.get(row, 0), length - self.token_offset))
+        self.text_cache.cut(row, length)
 
     def close(self, row: int) -> None:
         self.num_read.pop(row, None)

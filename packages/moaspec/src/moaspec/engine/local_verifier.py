@@ -127,10 +127,17 @@ class LocalVerifier(Verifier):
     def cache_bytes(self) -> int:
         return self.cache.num_bytes
 
+    def cut(self, row: int, length: int) -> None:
+        self.cache.cut(row, length)
+
     def close(self, row: int) -> None:
         self.cache.give_back(row)
         self._texts.pop(row, None)
         self._encoded.pop(row, None)
+
+    def set_back(self, row: int) -> None:
+        """Drop the keys and states of a row; its text is read again by requests that say so."""
+        self.cache.give_back(row)
 
     def release(self) -> None:
         """Free the cache's memory; no row may be in use."""
@@ -287,6 +294,8 @@ class LocalVerifier(Verifier):
         features: list[object] = [None] * len(requests)
         ranges: dict[int, range] = {}
         for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):
+            if request.read_again:
+                continue
             first, end = self._encoded.get(request.cache_row, (0, 0))
             self._encoded[request.cache_row] = (first, min(end, request.num_verified))
             if self._encode is not None and request.encode:
