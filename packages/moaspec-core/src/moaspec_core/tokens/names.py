@@ -1,5 +1,6 @@
 """Names of targets and of model families, which can be listed without PyTorch."""
 
+import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -20,6 +21,8 @@ FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
 config's `layer_types` names."""
 
 SUPPORTED_FAMILIES = tuple(FAMILIES)
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,13 @@ ALIASES = {
         prompts="bundled-code",
     ),
 }
+
+
+def hub_id(name: str) -> str | None:
+    """The hub id of a target's name, or None for a file or directory."""
+    if name in ALIASES:
+        return ALIASES[name].hub_id
+    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
 def fetched_gguf(alias: Alias) -> Path:

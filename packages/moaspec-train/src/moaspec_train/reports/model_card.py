@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from moaspec.generation.api import generate
 from moaspec.generation.drafters import load_any_drafter
 from moaspec.target.target import Target
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_core.tokens.names import ALIASES
+from moaspec_core.tokens.names import hub_id
 from moaspec_train.run_config import TrainConfig
 from moaspec_train.students.held_out import BLOCK_LENGTH
 from moaspec_train.students.students import Student
@@ -29,7 +28,6 @@ DECODED_PROMPTS, DECODED_TOKENS = 8, 48
 log = logging.getLogger("moaspec.reports.model_card")
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_card(
@@ -64,13 +62,6 @@ def write_card(
         settings=json.dumps(info["config"], indent=2),
     )
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
-
-
-def hub_id(name: str) -> str | None:
-    """The hub id of a target's name, or None for a file or directory."""
-    if name in ALIASES:
-        return ALIASES[name].hub_id
-    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
 def decoded_tau(directory: Path, target: Target, prompts: Sequence[Sequence[int]]) -> float | None:

@@ -63,6 +63,7 @@ def convert(
         from moaspec.model.checkpoint.weight_files import require_replaceable
         from moaspec.target.registry import read_skeleton
         from moaspec_core.checkpoint.directory import read_config
+        from moaspec_core.checkpoint.speculators_fields import named_verifier, read_verifier
 
         require_replaceable(out)
         target = read_skeleton(model, dtype="float32")
@@ -74,8 +75,14 @@ def convert(
         check_num_target_layers(num_target_layers, drafter, target)
     if to == "moaspec":
         drafter = recorded(drafter, target.identity, num_target_layers or 0)
-        training = read_config(directory).get("training")
-        save_drafter(drafter, out, training=training, int8=bits is not None)
+        recorded_json = read_config(directory)
+        save_drafter(
+            drafter,
+            out,
+            training=recorded_json.get("training"),
+            verifier=read_verifier(recorded_json) or named_verifier(model, target.config),
+            int8=bits is not None,
+        )
     else:
         save_published(drafter, out, to, target=target.identity, context=target.config)
     console.out.print(f"Written to {out}")
