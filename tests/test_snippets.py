@@ -46,6 +46,7 @@ NOT_RUN = {
     "from openai import OpenAI": "its server is elsewhere",
     "from langchain_openai import": "its server is elsewhere",
     "from litellm import": "its server is elsewhere",
+    "from moaspec.generation.speculators_type import": "speculators is not installed",
 }
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints through the package speculators and back; of version 0.9, in an environment of its own."""
+"""Checkpoints through the package speculators 0.9 and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("speculators", reason="speculators is not installed (docs/drafters.md)")
+pytest.importorskip("speculators", reason="speculators is not installed: make test-speculators")
 
 from speculators import (
     Eagle3SpeculatorConfig,
@@ -33,7 +33,13 @@ from moaspec_train.run_config import TrainConfig
 from moaspec_train.students.students import unfilled_drafter
 
 OWN = Verifier(name="someone/model", architectures=("LlamaForCausalLM",), draft_tokens=4)
-STOCK_FIELDS = {"architectures", "dtype", "model_type", "tie_word_embeddings", "transformers_version"}
+STOCK_FIELDS = {
+    "architectures",
+    "dtype",
+    "model_type",
+    "tie_word_embeddings",
+    "transformers_version",
+}
 """Fields of `config.json` that its `save_pretrained` writes by itself, or leaves out."""
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -53,7 +59,7 @@ def assert_equal(one: Tensor | None, other: Tensor | None) -> None:
     assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
 
 
-def test_its_config_classes_read_ours(tmp_path: Path) -> None:
+def test_its_config_classes_read_ours() -> None:
     """The section needs no type of ours: stock `SpeculatorsConfig` validates and repeats it."""
     for kind in ("moa", "eagle", "independent"):
         section = speculators_fields(OWN, kind)["speculators_config"]
@@ -114,7 +120,7 @@ def test_bundled_drafters(tmp_path: Path) -> None:
 
 
 def test_what_has_no_type_there(tmp_path: Path) -> None:
-    """Its 0.9 has neither EAGLE 1 and 2 nor independent models: stock says so, and changes nothing."""
+    """Its 0.9 has neither EAGLE 1 and 2 nor independent models, and says so."""
     for kind in ("eagle", "independent"):
         config = TrainConfig(target="tiny", data=[], output="", drafter=kind)
         save_baseline(unfilled_drafter(tiny.target(), config, None), tmp_path / kind, verifier=OWN)

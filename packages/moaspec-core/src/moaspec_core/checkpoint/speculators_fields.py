@@ -1,4 +1,4 @@
-"""`speculators_config` in `config.json`: target and drafts, as the package speculators records them.
+"""`speculators_config` in `config.json`: target and drafts as the package speculators has them.
 
 Source: `SpeculatorModelConfig` and `SpeculatorsConfig` of speculators 0.9.
 """
@@ -92,7 +92,9 @@ def read_verifier(config_json: Mapping[str, Any], kind: str = MOA) -> Verifier |
     stated = {f"{SECTION}.algorithm": algorithm, TYPE: config_json.get(TYPE, kind)}
     for field, value in stated.items():
         if value != kind:
-            raise MismatchError(f"config.json has a drafter of kind {kind!r}, and {field} {value!r}.")
+            raise MismatchError(
+                f"config.json has a drafter of kind {kind!r}, and {field} {value!r}."
+            )
     _check_name(verifier, config_json)
     return verifier
 

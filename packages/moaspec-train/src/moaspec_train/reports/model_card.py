@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import transformers
 
 import moaspec
 from moaspec.generation.api import generate
+from moaspec.generation.destinations import destinations
 from moaspec.generation.drafters import load_any_drafter
+from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.tokens.names import hub_id
@@ -49,6 +52,7 @@ def write_card(
         target=target,
         identity=target.identity,
         base_model=hub_id(config.target),
+        **_commands(student, config),
         config=config,
         info=info,
         parameters=f"{sum(p.numel() for p in student.module.parameters()) / 1e6:.1f}M",
@@ -62,6 +66,19 @@ def write_card(
         settings=json.dumps(info["config"], indent=2),
     )
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
+
+
+def _commands(student: Student, config: TrainConfig) -> dict[str, Any]:
+    """What the card's commands are made of; those that refuse this drafter are left out."""
+    places = {} if config.adapter else destinations(student.module, student.target)
+    model = shlex.quote(config.target)
+    adapter = f" --adapter {shlex.quote(config.adapter)}" if config.adapter else ""
+    return {
+        "model": model,
+        "options": f"--model {model}{adapter}",
+        "on_vllm": "vllm" in places and places["vllm"] is None,
+        "in_python": isinstance(student.module, MoADrafter),
+    }
 
 
 def decoded_tau(directory: Path, target: Target, prompts: Sequence[Sequence[int]]) -> float | None:

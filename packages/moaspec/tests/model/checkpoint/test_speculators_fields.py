@@ -81,7 +81,8 @@ def test_read_back(tmp_path: Path) -> None:
     save_drafter(drafter, tmp_path / "named", verifier=OWN)
     save_drafter(drafter, tmp_path / "plain")
     named, plain = (
-        load_checkpoint(tmp_path / one, target.identity, target.config) for one in ("named", "plain")
+        load_checkpoint(tmp_path / one, target.identity, target.config)
+        for one in ("named", "plain")
     )
     assert named.config == plain.config == drafter.config
     with pytest.raises(MismatchError, match=r"trained for \(someone/model\), or train"):
@@ -149,7 +150,9 @@ def test_contradictions_are_refused_by_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage(name: str, tmp_path: Path) -> None:
     directory, target = checkpoint(tmp_path, DAMAGE[name]), tiny.target()
-    with pytest.raises(CorruptCheckpointError, match="speculators_config in config.json is damaged"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"speculators_config in config\.json is damaged"
+    ):
         load_checkpoint(directory, target.identity, target.config)
 
 
