@@ -887,7 +887,8 @@ def test_the_commands_of_the_card(
     commands = [shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", line)) for line in lines]
     assert [words[:2] for words in commands] == [["moaspec", name] for name in names]
     for _, name, *arguments in commands:
-        command: Any = typer.main.get_command(app).commands[name]
+        group: Any = typer.main.get_command(app)
+        command = group.commands[name]
         context = type(typer.Context(command))(command)
         parsed, *_ = command.make_parser(context).parse_args(args=arguments)
         assert (parsed["model"], parsed["drafter"]) == ("me/it", "DIRECTORY")

@@ -55,8 +55,10 @@ def load(directory: Path) -> MoADrafter:
 
 
 def assert_equal(one: Tensor | None, other: Tensor | None) -> None:
-    assert (one is None) == (other is None)
-    assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
+    assert one is not None
+    assert other is not None
+    assert one.dtype == other.dtype
+    assert torch.equal(one, other)
 
 
 def test_its_config_classes_read_ours() -> None:
@@ -121,9 +123,11 @@ def test_bundled_drafters(tmp_path: Path) -> None:
 
 def test_what_has_no_type_there(tmp_path: Path) -> None:
     """Its 0.9 has neither EAGLE 1 and 2 nor independent models, and says so."""
-    for kind in ("eagle", "independent"):
-        config = TrainConfig(target="tiny", data=[], output="", drafter=kind)
-        save_baseline(unfilled_drafter(tiny.target(), config, None), tmp_path / kind, verifier=OWN)
+    kinds: Any = ("eagle", "independent")
+    for kind in kinds:
+        config = TrainConfig(target="tiny", data=(), output="", drafter=kind)
+        drafter: Any = unfilled_drafter(tiny.target(), config, None)
+        save_baseline(drafter, tmp_path / kind, verifier=OWN)
         with pytest.raises(NotImplementedError, match="unrecognized external format"):
             SpeculatorModel.from_pretrained(tmp_path / kind)
 

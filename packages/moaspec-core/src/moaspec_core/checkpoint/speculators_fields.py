@@ -3,17 +3,18 @@
 Source: `SpeculatorModelConfig` and `SpeculatorsConfig` of speculators 0.9.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moaspec_core.errors import CorruptCheckpointError, MismatchError
-from moaspec_core.tokens.names import hub_id
 
 SECTION, TYPE, VERSION = "speculators_config", "speculators_model_type", "speculators_version"
 MOA = "moa"
 """The type of MoA drafters. Speculators knows it after `moaspec.register_speculators_type()`."""
 FORMAT = "0.9.0"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 METHOD = "greedy"  # the only proposal method of speculators 0.9
 DRAFT_TOKENS = 3
 """Tokens of a chain of drafts, where nothing else is recorded."""
@@ -32,13 +33,6 @@ class Verifier:
     name: str | None
     architectures: tuple[str, ...] = ()
     draft_tokens: int = DRAFT_TOKENS
-
-
-def named_verifier(model: str, config: Any) -> Verifier:
-    """The target of this name (alias, hub id or path) and transformers config."""
-    return Verifier(
-        name=hub_id(model), architectures=tuple(getattr(config, "architectures", None) or ())
-    )
 
 
 def speculators_fields(verifier: Verifier | None, kind: str = MOA) -> dict[str, Any]:
@@ -104,8 +98,8 @@ def _check_name(verifier: Verifier, config_json: Mapping[str, Any]) -> None:
         trained = config_json["training"]["config"]["target"]
     except (LookupError, TypeError):
         return
-    own = hub_id(trained) if isinstance(trained, str) else None
-    if None not in (own, verifier.name) and own != verifier.name:
+    is_hub_id = isinstance(trained, str) and HUB_ID.fullmatch(trained)
+    if is_hub_id and verifier.name not in (None, trained):
         raise MismatchError(
             f"config.json names two targets: {SECTION}.verifier.name_or_path is "
             f"{verifier.name!r}, and training.config.target {trained!r}. Correct the wrong one."

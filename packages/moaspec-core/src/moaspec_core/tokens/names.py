@@ -1,11 +1,11 @@
 """Names of targets and of model families, which can be listed without PyTorch."""
 
-import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
+from moaspec_core.checkpoint.speculators_fields import HUB_ID
 from moaspec_core.support.paths import cache_dir
 
 FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
@@ -21,8 +21,6 @@ FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
 config's `layer_types` names."""
 
 SUPPORTED_FAMILIES = tuple(FAMILIES)
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ def hub_id(name: str) -> str | None:
     """The hub id of a target's name, or None for a file or directory."""
     if name in ALIASES:
         return ALIASES[name].hub_id
-    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
+    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
 def fetched_gguf(alias: Alias) -> Path:

@@ -22,8 +22,8 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.families import keys_rotate_alike
+from moaspec.target.registry import named_verifier
 from moaspec.target.target import Target
-from moaspec_core.checkpoint.speculators_fields import named_verifier
 from moaspec_train.accelerators import compile_mean
 from moaspec_train.data_order import TrainBatch
 from moaspec_train.dataset.examples import Example, frequent_tokens

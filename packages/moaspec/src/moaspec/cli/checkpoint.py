@@ -63,9 +63,9 @@ def convert(
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
         from moaspec.model.checkpoint.weight_files import require_replaceable
-        from moaspec.target.registry import read_skeleton
+        from moaspec.target.registry import named_verifier, read_skeleton
         from moaspec_core.checkpoint.directory import read_config
-        from moaspec_core.checkpoint.speculators_fields import named_verifier, read_verifier
+        from moaspec_core.checkpoint.speculators_fields import read_verifier
 
         require_replaceable(out)
         target = read_skeleton(model, dtype="float32")

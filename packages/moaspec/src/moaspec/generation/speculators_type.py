@@ -21,7 +21,7 @@ def register_speculators_type() -> type[Any]:
     """Make the package speculators know the type "moa" of our checkpoints.
 
     From then on its `SpeculatorModel.from_pretrained` loads them (directory or hub id), and
-    `save_pretrained` of what it returns writes what `load_drafter` reads: the same weights, matrices
+    `save_pretrained` of what it returns writes what `load_drafter` reads: the same weights, those
     of eight bits in bf16. Tools over speculators can so list, copy and upload drafters. Such a
     model computes nothing; moaspec drafts.
 
@@ -55,7 +55,7 @@ def register_speculators_type() -> type[Any]:
         @classmethod
         def from_pretrained(cls, name: Any, *_: Any, config: Any = None, **__: Any) -> Any:
             directory = find_drafter(name)
-            _, tensors = read_whole(directory)
+            tensors = read_whole(directory)[1]
             own = config or MoASpeculatorConfig.from_pretrained(directory)
             return cls(own, widened_tensors(tensors)).eval()
 

@@ -14,11 +14,11 @@ import tiny
 from moaspec.generation.drafters import read_drafter
 from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, read_whole, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
+from moaspec.target.registry import named_verifier
 from moaspec_core.bundled import bundled_drafters
 from moaspec_core.checkpoint.directory import read_config
 from moaspec_core.checkpoint.speculators_fields import (
     Verifier,
-    named_verifier,
     read_verifier,
     speculators_fields,
 )
@@ -166,10 +166,11 @@ def test_types_of_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "independent"])
-def test_baselines(kind: str, tmp_path: Path) -> None:
+def test_baselines(kind: Any, tmp_path: Path) -> None:
     target = tiny.target()
-    config = TrainConfig(target="tiny", data=[], output="", drafter=kind)
-    drafter = unfilled_drafter(target, config, None)
+    drafter: Any = unfilled_drafter(
+        target, TrainConfig(target="tiny", data=(), output="", drafter=kind), None
+    )
     save_baseline(drafter, tmp_path, verifier=OWN)
     assert load_baseline(tmp_path, target.identity).config == drafter.config
     edited = read_config(tmp_path)

@@ -174,7 +174,7 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
             verifier = read_verifier(config_json)
         else:
             config = infer_config(config_json, tensors, target, context)
-        name = verifier and verifier.name
+        name = None if verifier is None else verifier.name
         check_target(config, draft_token_ids, target, where=f"drafter at {directory}", name=name)
         _check_shapes(config, tensors)
         drafter = MoADrafter(config, draft_token_ids)
