@@ -107,9 +107,10 @@ def running(name: str, args: argparse.Namespace) -> Iterator[str]:
     """The URL of a server that answers, until the block ends."""
     served = SERVERS[name]
     if served.command is None:
-        yield LlamaCpp(
+        server = LlamaCpp(
             gguf_of(args.model), threads=args.threads, streams=16, drafts=served.drafts
-        ).url
+        )
+        yield server.url  # it serves as long as this object lives
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -258,3 +258,17 @@ def test_bad_input(cli: Cli, served: serving.Served, model: Path) -> None:
     with endpoints.fake(lambda _: (200, {"choices": []}), models=({"id": "a"}, {"id": "b"})) as url:
         assert "Name the one to ask with --server-model" in said(url, "--model", str(model))
     assert "is no URL" in said("localhost")
+
+
+def test_drafts_are_counted_by_metrics(cli: Cli, served: serving.Served, model: Path) -> None:
+    """Of a server whose answers do not tell, as vLLM's by default."""
+
+    def untold(_path: str, _asked: Fields, answer: Fields) -> Fields:
+        answer.get("usage", {}).pop("speculation", None)
+        return {name: value for name, value in answer.items() if name != "metrics"}
+
+    with proxy(served.url, untold) as url:
+        found = checked(cli, url, model, 0)
+    counts = {leg["leg"]["name"]: leg["speculation"] for leg in found["legs"]}
+    assert counts["alone, cold"]["drafted"] > counts["alone, cold"]["accepted"] > 0
+    assert counts["alone, no drafts"]["drafted"] == 0
