@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 PROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml drafters/*/pyproject.toml)
 
-.PHONY: demo download-size test test-all coverage test-kernels test-quantize test-vllm device-js device-page lint bench gains gains-run docs site lock proto vendor install clean
+.PHONY: demo download-size test test-all coverage test-kernels test-quantize test-speculators test-vllm device-js device-page lint bench gains gains-run docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
@@ -75,6 +75,18 @@ $(TORCHAO)/.installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) \
 		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' packages/moaspec/pyproject.toml) compressed-tensors loguru
 	touch $(TORCHAO)/.installed
+
+# speculators asks for another transformers than this environment has, so it lies beside, too.
+SPECULATORS := .speculators
+test-speculators: $(SPECULATORS)/.installed
+	PYTHONPATH="$(CURDIR)/$(SPECULATORS)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+		packages/moaspec/tests/generation/test_speculators_type.py
+
+$(SPECULATORS)/.installed: $(INSTALLED)
+	rm -rf $(SPECULATORS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(SPECULATORS) \
+		speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings python-dotenv
+	touch $(SPECULATORS)/.installed
 
 # Some minutes, and a virtual environment of its own; CI does this where MOASPEC_CI_SLOW is set.
 test-vllm: $(VLLM_VENV)/.installed
@@ -153,4 +165,4 @@ vendor:
 	$(PYTHON) scripts/vendor.py $(OF)
 
 clean:
-	rm -rf $(VENV) $(TORCHAO) build dist packages/*/dist drafters/*/dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(TORCHAO) $(SPECULATORS) build dist packages/*/dist drafters/*/dist site .mypy_cache .ruff_cache .pytest_cache

@@ -46,10 +46,11 @@ NOT_RUN = {
     "from openai import OpenAI": "its server is elsewhere",
     "from langchain_openai import": "its server is elsewhere",
     "from litellm import": "its server is elsewhere",
+    "import speculators\n": "speculators is not installed",
 }
 
 
-FOREIGN = ("from langchain_openai ", "from litellm ")
+FOREIGN = ("from langchain_openai ", "from litellm ", "import speculators")
 """Packages of other projects that only a reader installs."""
 
 PROGRAMS = {

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1103,6 +1104,31 @@ def test_convert_replaces_a_drafter_and_no_other_model(cli: Cli, tmp_path: Path)
     for _ in range(2):
         output = cli("checkpoint", "convert", source, str(again), "--to", "moaspec", *model)
         assert output.code == 0, output.error
+
+
+def test_a_pushed_card_names_its_repository(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, mine = dict[str, bytes](), tmp_path / "mine"
+
+    def commit(_: Any, repository: str, operations: list[Any], **__: Any) -> Any:
+        assert repository == "someone/drafter"
+        for one in operations:
+            with one.as_file() as file:
+                added[one.path_in_repo] = file.read()
+        return SimpleNamespace(commit_url="here")
+
+    for name in ("model_info", "create_repo"):
+        monkeypatch.setattr(HfApi, name, lambda *_, **__: None)
+    monkeypatch.setattr(HfApi, "create_commit", commit)
+    save_drafter(tiny.random_drafter(tiny.target()), mine, shard_bytes=100_000)
+    (mine / "README.md").write_text("moaspec serve --drafter DIRECTORY")
+    (mine / "notes.txt").write_text("mine")
+    assert cli("checkpoint", "push", str(mine), "someone/drafter").code == 0
+    assert added.pop("README.md") == b"moaspec serve --drafter someone/drafter"
+    kept = {file.name: file.read_bytes() for file in mine.iterdir()}
+    assert added == {name: kept[name] for name in kept if name not in ("README.md", "notes.txt")}
+    assert len(added) > 3
 
 
 def test_push_offline(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

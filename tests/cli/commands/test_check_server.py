@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,33 @@ def test_bad_input(cli: Cli, served: serving.Served, model: Path) -> None:
     with endpoints.fake(lambda _: (200, {"choices": []}), models=({"id": "a"}, {"id": "b"})) as url:
         assert "Name the one to ask with --server-model" in said(url, "--model", str(model))
     assert "is no URL" in said("localhost")
+
+
+def test_a_server_that_breaks_off(cli: Cli, served: serving.Served, model: Path) -> None:
+    """What was judged is reported, and the exit code is not that of a wrong token."""
+    gone = cli("check", "http://127.0.0.1:9", "--model", str(model), *ALWAYS)
+    assert gone.code == 2
+    assert "Not judged: The connection to" in gone.err
+    asked = count(1)
+
+    def ask(_path: str, fields: Fields, _answer: Fields) -> Fields:
+        return fields if next(asked) < 8 else {}
+
+    with proxy(served.url, as_it_is, ask) as url:
+        found = checked(cli, url, model, 2)
+    assert (found["complete"], found["wrong"]) == (False, 0)
+    assert 0 < found["texts"] < 8
+
+
+def test_drafts_are_counted_by_metrics(cli: Cli, served: serving.Served, model: Path) -> None:
+    """Of a server whose answers do not tell, as vLLM's by default."""
+
+    def untold(_path: str, _asked: Fields, answer: Fields) -> Fields:
+        answer.get("usage", {}).pop("speculation", None)
+        return {name: value for name, value in answer.items() if name != "metrics"}
+
+    with proxy(served.url, untold) as url:
+        found = checked(cli, url, model, 0)
+    counts = {leg["leg"]["name"]: leg["speculation"] for leg in found["legs"]}
+    assert counts["alone, cold"]["drafted"] > 0
+    assert counts["alone, no drafts"]["drafted"] == 0

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import signal
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import typer
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
@@ -30,6 +32,8 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.published import save_published
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.checkpoint.directory import read_config
+from moaspec_core.cli.main import app
 from moaspec_core.drafting.protocols import RequestText, VerifyRequest
 from moaspec_core.engine.engine import run_now
 from moaspec_core.errors import InputError, TrainingError
@@ -860,6 +864,38 @@ def test_the_head_of_the_card(tmp_path: Path) -> None:
         info = yaml.safe_load(head)
         assert (info["base_model"], info["license"]) == (base, "apache-2.0")
         assert info["library_name"] == "moaspec"
+        assert info["pipeline_tag"] == "text-generation"
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["generate", "serve", "vllm-config"]),
+        ({"num_target_layers": (1,)}, ["generate", "serve"]),  # vLLM drafts with N = 0 only
+        ({"adapter": "my lora"}, ["generate", "serve"]),
+        ({"drafter": "eagle"}, ["generate", "serve"]),
+    ],
+)
+def test_the_commands_of_the_card(
+    options: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    """They name the target and can be parsed; those that refuse the drafter are left out."""
+    trainer(tmp_path, target="me/it", steps=1, **options).run()
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```$", card, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", line)) for line in lines]
+    assert [words[:2] for words in commands] == [["moaspec", name] for name in names]
+    for _, name, *arguments in commands:
+        group: Any = typer.main.get_command(app)
+        command = group.commands[name]
+        context = type(typer.Context(command))(command)
+        parsed, *_ = command.make_parser(context).parse_args(args=arguments)
+        assert (parsed["model"], parsed["drafter"]) == ("me/it", "DIRECTORY")
+        assert parsed.get("adapter") == options.get("adapter")
+    assert ("moaspec.load_drafter(" in card) == (options.get("drafter") != "eagle")
+    config = read_config(tmp_path / "drafter")
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "me/it"
 
 
 def test_tau_by_decoding(tmp_path: Path) -> None:

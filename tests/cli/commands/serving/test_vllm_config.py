@@ -13,6 +13,7 @@ from commands import Cli
 from moaspec.model.baselines import EagleDrafter
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec_core.checkpoint.speculators_fields import Verifier
 from moaspec_train.students.drafter_sizes import DrafterSizes, stack_config
 from moaspec_vllm.vllm_settings import VLLMServeSettings
 
@@ -31,6 +32,14 @@ def test_it_prints_a_command_that_a_shell_can_run(cli: Cli, tmp_path: Path) -> N
     assert shlex.split(done.out) == serving.command
     done = cli("vllm-config", str(tmp_path), "--model", "other/one", "--json")
     assert json.loads(done.out)["model"] == "other/one"
+
+
+def test_target_and_length_of_speculators_config(cli: Cli, tmp_path: Path) -> None:
+    verifier = Verifier(name="someone/model", draft_tokens=5)
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path, verifier=verifier)
+    arguments = json.loads(cli("vllm-config", str(tmp_path), "--json").out)
+    assert arguments["model"] == "someone/model"
+    assert arguments["speculative_config"]["num_speculative_tokens"] == 5
 
 
 def test_a_drafter_that_records_no_target_needs_one(cli: Cli, tmp_path: Path) -> None:

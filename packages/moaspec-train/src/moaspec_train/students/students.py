@@ -22,6 +22,7 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.families import keys_rotate_alike
+from moaspec.target.registry import named_verifier
 from moaspec.target.target import Target
 from moaspec_train.accelerators import compile_mean
 from moaspec_train.data_order import TrainBatch
@@ -161,8 +162,14 @@ class Student(ABC):
         if isinstance(drafter, MoADrafter):
             drafter.head_moment = module.head_moment
         save = save_drafter if isinstance(drafter, MoADrafter) else save_baseline
-        limit = self._config.shard_bytes
-        save(drafter, directory, dtype=torch.bfloat16, training=info, shard_bytes=limit)
+        save(
+            drafter,
+            directory,
+            dtype=torch.bfloat16,
+            training=info,
+            verifier=named_verifier(self._config.target, self.target.config),
+            shard_bytes=self._config.shard_bytes,
+        )
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moaspec_core.checkpoint.directory import is_directory, read_config
+from moaspec_core.checkpoint.speculators_fields import DRAFT_TOKENS, read_verifier
 from moaspec_core.cli.options import MODEL, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading
@@ -25,7 +26,9 @@ DraftLength = Annotated[int, "Tokens of one draft, 1 to 16."]
 def vllm_config(
     drafter: DrafterName = MODEL,
     model: TargetName = None,
-    num_speculative_tokens: DraftLength = 3,
+    num_speculative_tokens: Annotated[
+        int | None, "Tokens of one draft, 1 to 16; default: what the drafter records, else 3."
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the arguments of vllm.LLM as JSON.")
     ] = False,
@@ -52,7 +55,9 @@ def vllm_config(
         model=weights,
         # A bundled alias is understood by every machine that has this package.
         drafter=drafter,
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=recorded_tokens(config)
+        if num_speculative_tokens is None
+        else num_speculative_tokens,
     )
     text = json.dumps(serving.engine_arguments) if as_json else shlex.join(serving.command)
     console.out.print(text)
@@ -87,7 +92,16 @@ def recorded_target(drafter: str, config: Mapping[str, Any]) -> str:
     """The target that a drafter's `config.json` names; MismatchError if it names none."""
     name = config.get("training", {}).get("config", {}).get("target")
     if not isinstance(name, str):
+        verifier = read_verifier(config)
+        name = verifier and verifier.name
+    if name is None:
         raise MismatchError(
             f"The drafter {drafter!r} does not record its target; name it with --model."
         )
     return name
+
+
+def recorded_tokens(config: Mapping[str, Any]) -> int:
+    """The length of a chain of drafts that a drafter's `config.json` names."""
+    verifier = read_verifier(config)
+    return DRAFT_TOKENS if verifier is None else verifier.draft_tokens

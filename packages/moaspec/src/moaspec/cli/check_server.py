@@ -19,7 +19,7 @@ from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.progress_bar import ProgressBar
 from moaspec_core.cli.terminal.status import loading
 from moaspec_core.cli.terminal.table import Table, show_table
-from moaspec_core.errors import InputError
+from moaspec_core.errors import InputError, ServerError
 
 if TYPE_CHECKING:
     from moaspec.evaluate.served.server_check import AskedPrompt, ServerCheck
@@ -73,7 +73,7 @@ def check_server(
     max_new_tokens: int | None,
     as_json: bool,
 ) -> None:
-    """Check a server; exit code 1 where it is wrong, 2 where it cannot be judged."""
+    """Check a server; exit code 1 where it is wrong, 2 where it or a part is not judged."""
     limit, new = limit or LIMIT, max_new_tokens or NEW_TOKENS
     widths = given.parsed_widths
     if asked.quantize is not None or asked.drafter is not None:
@@ -114,12 +114,17 @@ def check_server(
                 has_template=bool(tokenizer and tokenizer.chat_template),
             )
             legs = loop.run(check.legs())
-        except BaseException:
+        except BaseException as error:
             loop.run(server.close())
             loop.close()
+            if isinstance(error, ServerError):  # exit code 1 would say that a token is wrong
+                raise InputError(f"Not judged: {error}") from error
             raise
+    failure = None
     try:
         whole = _run(check, legs, loop)
+    except ServerError as error:
+        whole, failure = False, error
     finally:
         loop.run(server.close())
         loop.close()
@@ -133,6 +138,8 @@ def check_server(
         "complete": whole,
     }
     _finish(check, about, given.out, as_json=as_json)
+    if failure is not None:
+        raise InputError(f"Only {len(check.answers)} texts are judged: {failure}") from failure
     if not whole:
         raise typer.Exit(130)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,7 +21,8 @@ from moaspec_core.support.proxies import require_proxies
 app = typer.Typer(
     name="checkpoint", help="Convert, export and upload drafters.", no_args_is_help=True
 )
-PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"]
+PUSHED = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
+CARD, COMMIT = "README.md", "Upload a moaspec drafter"
 
 
 @app.command("convert")
@@ -61,8 +63,9 @@ def convert(
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
         from moaspec.model.checkpoint.weight_files import require_replaceable
-        from moaspec.target.registry import read_skeleton
+        from moaspec.target.registry import named_verifier, read_skeleton
         from moaspec_core.checkpoint.directory import read_config
+        from moaspec_core.checkpoint.speculators_fields import read_verifier
 
         require_replaceable(out)
         target = read_skeleton(model, dtype="float32")
@@ -74,8 +77,14 @@ def convert(
         check_num_target_layers(num_target_layers, drafter, target)
     if to == "moaspec":
         drafter = recorded(drafter, target.identity, num_target_layers or 0)
-        training = read_config(directory).get("training")
-        save_drafter(drafter, out, training=training, int8=bits is not None)
+        recorded_json = read_config(directory)
+        save_drafter(
+            drafter,
+            out,
+            training=recorded_json.get("training"),
+            verifier=read_verifier(recorded_json) or named_verifier(model, target.config),
+            int8=bits is not None,
+        )
     else:
         save_published(drafter, out, to, target=target.identity, context=target.config)
     console.out.print(f"Written to {out}")
@@ -90,7 +99,7 @@ def push(
 ) -> None:
     """Upload a checkpoint to the hub.
 
-    Its card goes with it; its weights are checked first.
+    Its card goes with it, with the hub id in its commands; its weights are checked first.
 
     Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
     """
@@ -109,11 +118,8 @@ def push(
             hub.model_info(repository, timeout=PROBE_S)
         hub.create_repo(repository, private=private, exist_ok=True)
         with status(f"Uploading to {repository}"):
-            commit = hub.upload_folder(
-                repo_id=repository,
-                folder_path=checkpoint,
-                allow_patterns=PUSHED,
-                commit_message="Upload a moaspec drafter",
+            commit = hub.create_commit(
+                repository, _additions(checkpoint, repository), commit_message=COMMIT
             )
     except HFValidationError as error:
         raise InputError(f"{repository!r} is no hub id; expected owner/name.") from error
@@ -124,3 +130,16 @@ def push(
             "and are you logged in (hf auth login, or HF_TOKEN) with the right to write there?"
         ) from error
     console.out.print(f"Pushed: {commit.commit_url}")
+
+
+def _additions(checkpoint: Path, repository: str) -> list[Any]:
+    """The files of a commit; the card's commands name the repository."""
+    from huggingface_hub import CommitOperationAdd
+
+    files = [file for pattern in PUSHED for file in sorted(checkpoint.glob(pattern))]
+    found = [CommitOperationAdd(file.name, str(file)) for file in files]
+    card = checkpoint / CARD
+    if card.is_file():
+        text = re.sub(r"\bDIRECTORY\b", repository, card.read_text(encoding="utf-8"))
+        found.append(CommitOperationAdd(CARD, text.encode()))
+    return found

@@ -12,6 +12,7 @@ def describe(directory: Path) -> dict[str, Any]:
     from moaspec.model.checkpoint.moa_config import SECTION
     from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS, HEAD_MOMENT
     from moaspec_core.checkpoint.directory import BASELINE_SECTION
+    from moaspec_core.checkpoint.speculators_fields import SECTION as SPECULATORS
 
     config, tensors = read_whole(directory)
     draft_tokens, _ = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
@@ -27,6 +28,7 @@ def describe(directory: Path) -> dict[str, Any]:
         "num_target_layers": ours.get("num_target_layers", "not recorded"),
         "draft_vocabulary": "full" if draft_tokens is None else len(draft_tokens),
         "target": ours.get("target") or "not recorded",
+        "speculators": config.get(SPECULATORS) or "not recorded",
         "training": config.get("training", {}),
     }
 

@@ -49,11 +49,12 @@ from moaspec.target.weights.stored import fill_from_file
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.checkpoint.directory import is_directory
 from moaspec_core.checkpoint.dtypes import TARGET_DTYPES
+from moaspec_core.checkpoint.speculators_fields import Verifier
 from moaspec_core.checkpoint.user_files import read_limited, why_not_files
 from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec_core.sampling.generation_defaults import check_ends, check_numbers, without_defaults
 from moaspec_core.support.causes import first_line
-from moaspec_core.tokens.names import ALIASES, local_gguf
+from moaspec_core.tokens.names import ALIASES, hub_id, local_gguf
 
 TOKENIZER_JSON = "tokenizer.json"
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -527,3 +528,10 @@ def _has_tokenizer_json(source: str) -> bool:
         _raise_exceptions_for_connection_errors=False,
     )
     return found is not None
+
+
+def named_verifier(name: str, config: Any) -> Verifier:
+    """What a checkpoint records of the target of this name (see `find_weights`) and config."""
+    return Verifier(
+        name=hub_id(name), architectures=tuple(getattr(config, "architectures", None) or ())
+    )

@@ -7,7 +7,7 @@ server's arithmetic changes.
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import cycle, islice
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from moaspec.evaluate.correctness.equality import first_difference
 from moaspec.evaluate.served.asked_server import AskedServer, Route, ServedText, together
 from moaspec.evaluate.served.judged_text import NOT_TOLD, Judged, TextJudge
-from moaspec.evaluate.served.server_speculation import Speculation
+from moaspec.evaluate.served.server_speculation import Speculation, read_counters
 from moaspec_core.errors import ServerError
 
 NUMBERS_APART = 4.0
@@ -110,6 +110,7 @@ class ServerCheck:
     widths: Sequence[int] = (1, 4, 16)
     has_template: bool = True
     answers: list[CheckedAnswer] = field(default_factory=list)
+    counted: dict[Leg, Speculation] = field(default_factory=dict)  # by the server's /metrics
 
     async def legs(self) -> list[Leg]:
         """The legs that this server allows; the first one is the baseline.
@@ -145,6 +146,7 @@ class ServerCheck:
     async def run(self, legs: Sequence[Leg]) -> AsyncIterator[CheckedAnswer]:
         """Ask and judge; `answers` keeps what is yielded."""
         for leg in legs:
+            before = await self._counters()
             rows = list(islice(cycle(range(len(self.prompts))), max(leg.width, len(self.prompts))))
             for start in range(0, len(rows), leg.width):
                 group = rows[start : start + leg.width]
@@ -154,6 +156,10 @@ class ServerCheck:
                     judged = self.judge.judge(prompt.prompt_ids, text, prompt.max_tokens)
                     self.answers.append(CheckedAnswer(leg, row, text, judged))
                     yield self.answers[-1]
+            self.counted[leg] = await self._counters() - before
+
+    async def _counters(self) -> Speculation:
+        return read_counters(await self.server.text_of("/metrics") or "")
 
     async def _ask(self, leg: Leg, row: int) -> ServedText:
         prompt, more = self.prompts[row], dict[str, Any]()
@@ -169,14 +175,19 @@ class ServerCheck:
     @cached_property
     def result(self) -> "ServerResult":
         """What the answers so far say."""
-        return ServerResult(self.answers, self.prompts)
+        return ServerResult(self.answers, self.prompts, self.counted)
 
 
 class ServerResult:
     """Statistics, causes and the verdict of checked answers."""
 
-    def __init__(self, answers: Sequence[CheckedAnswer], prompts: Sequence[AskedPrompt]) -> None:
-        self._prompts = prompts
+    def __init__(
+        self,
+        answers: Sequence[CheckedAnswer],
+        prompts: Sequence[AskedPrompt],
+        counted: Mapping[Leg, Speculation],
+    ) -> None:
+        self._prompts, self._counted = prompts, counted
         self.numbers = _numbers(answers)
         # A server in another dtype than the reference, or of rounded activations, may round more.
         self.scale = 1.0
@@ -200,6 +211,7 @@ class ServerResult:
         judged = [one.judged for one in own]
         base = [self._base[one.prompt] for one in own if one.prompt in self._base]
         pairs = list(zip(own, base, strict=False))
+        told = sum((one.text.speculation for one in own), Speculation())
         wrong = [(bool(one.judged.num_wrong), bool(two.judged.num_wrong)) for one, two in pairs]
         return LegResult(
             leg,
@@ -212,7 +224,7 @@ class ServerResult:
             parted=sum(first_difference(one.shown, two.shown) is not None for one, two in pairs),
             newly_wrong=wrong.count((True, False)),
             newly_right=wrong.count((False, True)),
-            speculation=sum((one.text.speculation for one in own), Speculation()),
+            speculation=told if told.drafted else self._counted.get(leg, told),
         )
 
     @property

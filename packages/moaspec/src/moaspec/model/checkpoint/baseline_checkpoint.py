@@ -20,6 +20,11 @@ from moaspec.model.checkpoint.weight_files import (
 )
 from moaspec_core.checkpoint.directory import BASELINE_SECTION, read_config
 from moaspec_core.checkpoint.drafter_config import LayerConfig, TargetIdentity
+from moaspec_core.checkpoint.speculators_fields import (
+    Verifier,
+    read_verifier,
+    speculators_fields,
+)
 from moaspec_core.errors import MismatchError
 
 _EAGLE_NAMES = (
@@ -37,6 +42,7 @@ def save_baseline(
     *,
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
+    verifier: Verifier | None = None,
     shard_bytes: int = 0,
 ) -> None:
     """Write a checkpoint that `load_baseline` reads; arguments as those of `save_drafter`."""
@@ -54,6 +60,7 @@ def save_baseline(
         directory,
         {
             "model_type": BASELINE_SECTION,
+            **speculators_fields(verifier, drafter.kind),
             BASELINE_SECTION: section,
             "training": dict(training or {}),
         },
@@ -94,8 +101,10 @@ def load_baseline(directory: str | Path, target: TargetIdentity | None = None) -
     tensors = read_tensors(directory)
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
     with consistent(directory):
-        values = dict(read_config(directory)[BASELINE_SECTION])
+        config_json = read_config(directory)
+        values = dict(config_json[BASELINE_SECTION])
         kind = values.pop("kind")
+        read_verifier(config_json, kind)
         values["layer"] = LayerConfig(**values["layer"])
         recorded = TargetIdentity(**values["target"])
         make = partial(KINDS[kind], StackConfig(**values | {"target": recorded}), draft_token_ids)

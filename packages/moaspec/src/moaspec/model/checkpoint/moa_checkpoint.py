@@ -40,6 +40,12 @@ from moaspec.model.checkpoint.weight_files import read_tensors, write_config, wr
 from moaspec.model.moa import MoADrafter, is_moment
 from moaspec_core.checkpoint.directory import BASELINE_SECTION, read_config
 from moaspec_core.checkpoint.drafter_config import DrafterConfig, TargetIdentity
+from moaspec_core.checkpoint.speculators_fields import (
+    TYPE,
+    Verifier,
+    read_verifier,
+    speculators_fields,
+)
 from moaspec_core.errors import CorruptCheckpointError, InputError
 
 ON_DEVICE = ("decoder.", "exits.")
@@ -63,6 +69,7 @@ def save_drafter(
     *,
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
+    verifier: Verifier | None = None,
     shard_bytes: int = 0,
     int8: bool = False,
 ) -> None:
@@ -73,6 +80,7 @@ def save_drafter(
         dtype: dtype of the stored weights; None keeps them as they are.
         int8: matrices are stored in eight bits, half of bf16. Other programs cannot read them.
         training: data of the training run, stored as it is.
+        verifier: the target, recorded as the package speculators does; None records no name.
         shard_bytes: largest file of weights; 0 for one file. Several get the index that
             transformers' sharded checkpoints have.
     """
@@ -93,6 +101,7 @@ def save_drafter(
     config = {
         "model_type": "moa_spec",
         "architectures": ["MoADrafter"],
+        **speculators_fields(verifier),
         SECTION: section,
         "training": dict(training or {}),
     }
@@ -146,24 +155,27 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     Raises:
         CorruptCheckpointError: unreadable, incomplete, or of impossible sizes.
         MismatchError: it belongs to another target.
-        InputError: it is a baseline.
+        InputError: it is a baseline, or of another type of speculators.
     """
     config_json = read_config(directory)
+    require_own_type(directory, config_json)
     if BASELINE_SECTION in config_json:
         raise InputError(
             f"{directory} holds a baseline drafter; only a Mixture-of-Attentions drafter can be "
             "converted, exported, trained further, used in vLLM or loaded by load_drafter. "
             "`moaspec generate --drafter` takes baselines too."
         )
-    tensors = read_tensors(directory)
+    tensors, verifier = read_tensors(directory), None
     draft_token_ids, moment_EE = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     with consistent(directory):
         tensors = widened_tensors(tensors)
         if SECTION in config_json:
             config = recorded_config(config_json)
+            verifier = read_verifier(config_json)
         else:
             config = infer_config(config_json, tensors, target, context)
-        check_target(config, draft_token_ids, target, where=f"drafter at {directory}")
+        name = None if verifier is None else verifier.name
+        check_target(config, draft_token_ids, target, where=f"drafter at {directory}", name=name)
         _check_shapes(config, tensors)
         drafter = MoADrafter(config, draft_token_ids)
         _fill(drafter, tensors)
@@ -171,6 +183,16 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
         _check_moment(moment_EE, config.hidden_size)
     drafter.head_moment = moment_EE
     return drafter.eval().requires_grad_(requires_grad=False)
+
+
+def require_own_type(directory: str | Path, config_json: Mapping[str, Any]) -> None:
+    """InputError for a drafter that was saved by speculators and is none of ours."""
+    kind = config_json.get(TYPE)
+    if kind is not None and SECTION not in config_json and BASELINE_SECTION not in config_json:
+        raise InputError(
+            f"{directory} holds a drafter of the type {kind!r} of speculators, with which vLLM "
+            "drafts and moaspec does not. Train a drafter here, or take it to vLLM."
+        )
 
 
 @contextmanager
@@ -200,6 +222,7 @@ def check_whole(
         weights = widened_tensors(weights)
         if SECTION in config_json:
             _check_shapes(recorded_config(config_json), weights)
+            read_verifier(config_json)
             return
         known = {to_module_name(name) for name in weights}
         missing = [ours for _, ours in PUBLISHED if not any(n.startswith(ours) for n in known)]

@@ -132,9 +132,18 @@ def _infer_layer(tensors: Mapping[str, Tensor], name: str, num_heads: int) -> La
 
 
 def check_target(
-    config: DrafterConfig, draft_token_ids: Tensor | None, target: TargetIdentity, *, where: str
+    config: DrafterConfig,
+    draft_token_ids: Tensor | None,
+    target: TargetIdentity,
+    *,
+    where: str,
+    name: str | None = None,
 ) -> None:
-    """Refuse a checkpoint whose sizes, recorded identity or draft vocabulary do not fit."""
+    """Refuse a checkpoint whose sizes, recorded identity or draft vocabulary do not fit.
+
+    Args:
+        name: of the recorded target, for the message.
+    """
     recorded = config.target
     info: dict[str, tuple[Any, Any]] = {
         "hidden size": (config.hidden_size, target.hidden_size),
@@ -162,7 +171,8 @@ def check_target(
     if wrong:
         raise MismatchError(
             f"The {where} was made for another target: {'; '.join(wrong)}. "
-            "Use the target it was trained for, or train a drafter for this one."
+            f"Use the target it was trained for{f' ({name})' if name else ''}, or train a drafter "
+            "for this one."
         )
 
 
