@@ -20,6 +20,9 @@ ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the polynomial a x + b x^3 + c x^5, which takes singular values towards 1."""
 
+BLOCKS, LEAST_BLOCK = 6, 128
+"""Blocks of rows that a symmetric product is computed by, and the rows of one at least."""
+
 UPDATE_SIZE = 0.2
 """Root mean square of an update over the learning rate: about AdamW's, so the same rate fits."""
 
@@ -63,6 +66,18 @@ def orthogonal(matrix_OI: Tensor) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+        square = gram(x)
+        x = torch.addmm(x, gram(square).mul_(c).add_(square, alpha=b), x, beta=a)
     return x.T if is_tall else x
+
+
+def gram(x: Tensor) -> Tensor:
+    """x @ x.T: on a CPU only half of it, by blocks, and the rest is mirrored."""
+    if x.device.type != "cpu" or len(x) < 2 * LEAST_BLOCK:
+        return x @ x.T
+    product, size = x.new_empty(len(x), len(x)), max(LEAST_BLOCK, -(-len(x) // BLOCKS))
+    for start in range(0, len(x), size):
+        rows = slice(start, start + size)
+        product[rows, : start + size] = x[rows] @ x[: start + size].T
+        product[:start, rows] = product[rows, :start].T
+    return product

@@ -69,7 +69,8 @@ def test_logits_in_memory_do_not_depend_on_length(
 
 def test_queries_at_once() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert logit_chunk_size(49152, gpu) == MAX_CHUNK
+    assert logit_chunk_size(32768, gpu) == 4096
+    assert logit_chunk_size(10**9, gpu) == MAX_CHUNK
     assert logit_chunk_size(256, cpu) == MAX_CHUNK
     assert logit_chunk_size(49152, cpu) == MAX_CPU_LOGITS // 49152
     assert logit_chunk_size(10**9, cpu) == 32
