@@ -240,7 +240,9 @@ def test_a_kernel_has_the_same_loss(vocabulary: int, dtype: torch.dtype) -> None
         # Numbers of bf16 have eight bits; sums in float32 accumulate in another order.
         assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(found[1], expected[1])
-        assert_close(found[2], expected[2], rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        assert_close(
+            found[2], expected[2], rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
 
 
 @needs_kernels
