@@ -66,18 +66,30 @@ def orthogonal(matrix_OI: Tensor) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        square = gram(x)
-        x = torch.addmm(x, gram(square).mul_(c).add_(square, alpha=b), x, beta=a)
+        square = symmetric(x)
+        x = torch.addmm(x, symmetric(square, plus=square, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
 
 
-def gram(x: Tensor) -> Tensor:
-    """x @ x.T: on a CPU only half of it, by blocks, and the rest is mirrored."""
+def symmetric(
+    x: Tensor, *, plus: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """alpha * x @ x.T + beta * plus; on a CPU half of it, by blocks of rows, and mirrored.
+
+    Args:
+        plus: symmetric; None for nothing.
+    """
+
+    def product(rows: slice, columns: slice) -> Tensor:
+        if plus is None:
+            return x[rows] @ x[columns].T
+        return torch.addmm(plus[rows, columns], x[rows], x[columns].T, beta=beta, alpha=alpha)
+
     if x.device.type != "cpu" or len(x) < 2 * LEAST_BLOCK:
-        return x @ x.T
-    product, size = x.new_empty(len(x), len(x)), max(LEAST_BLOCK, -(-len(x) // BLOCKS))
+        return product(slice(None), slice(None))
+    found, size = x.new_empty(len(x), len(x)), max(LEAST_BLOCK, -(-len(x) // BLOCKS))
     for start in range(0, len(x), size):
         rows = slice(start, start + size)
-        product[rows, : start + size] = x[rows] @ x[: start + size].T
-        product[:start, rows] = product[rows, :start].T
-    return product
+        found[rows, : start + size] = product(rows, slice(start + size))
+        found[:start, rows] = found[rows, :start].T
+    return found

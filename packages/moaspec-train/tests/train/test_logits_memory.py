@@ -73,7 +73,7 @@ def test_logits_in_memory_do_not_depend_on_length(
 
 def test_a_pass_on_a_gpu_holds_one_chunk_of_logits() -> None:
     """Of 8,192 queries of Llama-3-8B, without computing anything."""
-    vocabulary, hidden = 32_768, 4096
+    vocabulary, hidden = 65_536, 4096
     chunk = logit_chunk_size(vocabulary, torch.device("cuda"))
     with FakeTensorMode(), LargestLogits(vocabulary, hidden) as watched:
         head = nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16)
