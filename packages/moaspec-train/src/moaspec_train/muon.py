@@ -74,7 +74,7 @@ def orthogonal(matrix_OI: Tensor) -> Tensor:
 def symmetric(
     x: Tensor, *, plus: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """alpha * x @ x.T + beta * plus; on a CPU half of it, by blocks of rows, and mirrored.
+    """Compute alpha * x @ x.T + beta * plus: on a CPU half of it by blocks, then mirrored.
 
     Args:
         plus: symmetric; None for nothing.
