@@ -216,9 +216,10 @@ def test_a_compiled_loss_is_the_same(kind: Divergence) -> None:
 
     compiled = fast_distil(torch.device("cuda"), traced)
     for queries in (5, 7, 3):
-        logits = [3 * states(i).repeat(1, 9)[:queries].bfloat16() for i in (1, 2)]
+        drafted, target = (3 * states(i).repeat(1, 9)[:queries].bfloat16() for i in (1, 2))
         factor = torch.rand(queries)
-        assert_close(compiled(*logits, factor, kind), distil(*logits, factor, kind))
+        expected = distil(drafted, target, factor, kind)
+        assert_close(compiled(drafted, target, factor, kind), expected)
     assert len(graphs) == 1
 
 
@@ -252,7 +253,8 @@ def test_a_kernel_shows_logits_that_are_not_finite(wrong: float) -> None:
     """So a step of such a batch is skipped."""
     for place in range(2):
         for at in (0, 17, 39):
-            logits = [torch.randn(2, 40), torch.randn(2, 40)]
-            logits[place][1, at] = wrong
-            value, *_ = fast_distil(torch.device("cpu"))(*logits, torch.ones(2), "forward_kl")
+            drafted, target = torch.randn(2, 40), torch.randn(2, 40)
+            (drafted, target)[place][1, at] = wrong
+            by_kernel = fast_distil(torch.device("cpu"))
+            value, *_ = by_kernel(drafted, target, torch.ones(2), "forward_kl")
             assert value.isfinite().tolist() == [True, False]
