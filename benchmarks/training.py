@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from naive_training import naive_step
 
 import moaspec
 from moaspec.calibration.measure_costs import machine
-from moaspec.model.moa import DraftDecoder, TargetEncoder
+from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec_train.data_order import TrainBatch, random_blocks
 from moaspec_train.dataset.examples import Example, collate
@@ -37,7 +37,7 @@ from moaspec_train.dataset.read_examples import read_examples
 from moaspec_train.run_config import TrainConfig, learning_rate
 from moaspec_train.students import students
 from moaspec_train.students.drafter_sizes import DrafterSizes
-from moaspec_train.students.losses import LossWeights, exit_loss
+from moaspec_train.students.losses import LossWeights
 from moaspec_train.students.students import DraftVocabularyHead, MoAStudent
 from moaspec_train.students.target_activations import TargetActivations
 from moaspec_train.trainer import Trainer
@@ -47,17 +47,20 @@ NAIVE, OURS, CACHED = "naive", "ours", "ours, cache warm"
 
 
 class Clock:
-    """Adds up the seconds of each part."""
+    """Adds up the seconds of each part; a GPU is waited for before and after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
+            self._wait()
             started = time.perf_counter()
             try:
                 return function(*arguments, **options)
             finally:
+                self._wait()
                 spent = time.perf_counter() - started
                 self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
@@ -73,29 +76,20 @@ class Clock:
 def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
     """Measure the parts of our loop while it runs; "backward" is that of LSA, SA and CA."""
     strategy = trainer.strategy
-    (optimizer,) = strategy.optimizers
-    with (
-        patch.object(TargetActivations, "passes", clock.timed("target", TargetActivations.passes)),
-        patch.object(
-            TargetEncoder, "mean_over_layers", clock.timed("LSA", TargetEncoder.mean_over_layers)
-        ),
-        patch.object(
-            DraftDecoder,
-            "run_self_attention",
-            clock.timed("SA + CA", DraftDecoder.run_self_attention),
-        ),
-        patch.object(
-            DraftDecoder,
-            "run_cross_attention",
-            clock.timed("SA + CA", DraftDecoder.run_cross_attention),
-        ),
-        patch.object(
-            DraftVocabularyHead, "__call__", clock.timed("head", DraftVocabularyHead.__call__)
-        ),
-        patch.object(students, "exit_loss", clock.timed("head and loss", exit_loss)),
-        patch.object(strategy, "backward", clock.timed("backward", strategy.backward)),
-        patch.object(optimizer, "step", clock.timed("optimiser", optimizer.step)),
-    ):
+    module = trainer.student.module
+    parts = [
+        (TargetActivations, "passes", "target"),
+        (module.encoder, "mean_over_layers", "LSA"),  # may be compiled
+        (MoADrafter, "block_states", "SA + CA"),
+        (DraftVocabularyHead, "__call__", "head"),
+        (students, "exit_loss", "head and loss"),
+        (strategy, "backward", "backward"),
+        *((optimizer, "step", "optimiser") for optimizer in strategy.optimizers),
+    ]
+    with ExitStack() as stack:
+        for owner, name, shown in parts:
+            timed = clock.timed(shown, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, timed))
         yield
 
 
@@ -148,7 +142,7 @@ def measured(
     cached = new_trainer(target, examples, arguments, cached=True)
     assert isinstance(other.student, MoAStudent)
     naive, ids = other.student.module, other.student.draft_token_ids
-    clock, worst, pads = Clock(), 0.0, []
+    clock, worst, pads = Clock(target.device), 0.0, []
     speeds: dict[str, list[float]] = {NAIVE: [], OURS: [], CACHED: []}
     for step, part in enumerate(random_parts(plain.data.examples, arguments)):
         cached.student.activations.passes(part.batch)  # fills the cache, outside the clock

@@ -70,13 +70,6 @@ def fixed_blocks(batch: Batch, length: int) -> Blocks:
     return _blocks(batch.response_BT, index_BT, (index_BT - start_BT) % length)
 
 
-def blocks_at(batch: Batch, begins_BT: Tensor) -> Blocks:
-    """Cut responses where `begins_BT` marks a token; every response begins with a block."""
-    index_BT, start_BT = _indices_and_starts(batch.response_BT)
-    first_BT = torch.where(begins_BT, index_BT, 0).cummax(1)[0]
-    return _blocks(batch.response_BT, index_BT, index_BT - torch.maximum(first_BT, start_BT))
-
-
 def _blocks(response_BT: Tensor, index_BT: Tensor, step_BT: Tensor) -> Blocks:
     last_verified_BT = torch.where(response_BT, index_BT - step_BT - 1, index_BT)
     followed_BT = torch.nn.functional.pad(response_BT[:, 1:], (0, 1))

@@ -20,6 +20,9 @@ ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the polynomial a x + b x^3 + c x^5, which takes singular values towards 1."""
 
+BLOCKS, LEAST_BLOCK = 6, 128
+"""Blocks of rows that a symmetric product is computed by, and the rows of one at least."""
+
 UPDATE_SIZE = 0.2
 """Root mean square of an update over the learning rate: about AdamW's, so the same rate fits."""
 
@@ -63,6 +66,30 @@ def orthogonal(matrix_OI: Tensor) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+        square = symmetric(x)
+        x = torch.addmm(x, symmetric(square, plus=square, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+def symmetric(
+    x: Tensor, *, plus: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """Compute alpha * x @ x.T + beta * plus: on a CPU half of it by blocks, then mirrored.
+
+    Args:
+        plus: symmetric; None for nothing.
+    """
+
+    def product(rows: slice, columns: slice) -> Tensor:
+        if plus is None:
+            return x[rows] @ x[columns].T
+        return torch.addmm(plus[rows, columns], x[rows], x[columns].T, beta=beta, alpha=alpha)
+
+    if x.device.type != "cpu" or len(x) < 2 * LEAST_BLOCK:
+        return product(slice(None), slice(None))
+    found, size = x.new_empty(len(x), len(x)), max(LEAST_BLOCK, -(-len(x) // BLOCKS))
+    for start in range(0, len(x), size):
+        rows = slice(start, start + size)
+        found[rows, : start + size] = product(rows, slice(start + size))
+        found[:start, rows] = found[rows, :start].T
+    return found

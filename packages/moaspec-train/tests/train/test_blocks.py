@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec_train.data_order import Blocks, blocks_at, fixed_blocks, random_blocks
+from moaspec_train.data_order import Blocks, fixed_blocks, random_blocks
 from moaspec_train.dataset.examples import Batch, Example, collate
 
 
@@ -28,17 +28,6 @@ def test_every_response_has_blocks_of_its_own() -> None:
     assert blocks.last_verified_BT.tolist() == [[0, 1, 1, 1, 3, 5, 6, 6, 6, 8]]
     assert blocks.step_BT[blocks.loss_BT].tolist() == [0, 1, 0, 1]
     assert blocks.loss_BT.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 1, 1, 0]]
-
-
-def test_blocks_begin_where_they_are_asked_to() -> None:
-    """Responses at 2..5 and 8..9 begin with a block; marks of prompts have no effect."""
-    batch = collate([Example((1, 2), (3, 4, 5, 6), (7, 8), (9, 1))], [0])
-    begins = torch.zeros(1, 10, dtype=torch.bool)
-    begins[0, [1, 3, 7]] = True
-    blocks = blocks_at(batch, begins)
-    assert blocks.last_verified_BT.tolist() == [[0, 1, 1, 2, 2, 2, 6, 7, 7, 7]]
-    assert blocks.step_BT[blocks.loss_BT].tolist() == [0, 0, 1, 0]
-    assert torch.equal(blocks.loss_BT, fixed_blocks(batch, 2).loss_BT)
 
 
 def block_lengths(blocks: Blocks, batch: Batch, row: int) -> list[int]:

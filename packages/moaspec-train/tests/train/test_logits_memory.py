@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
@@ -17,7 +19,9 @@ from moaspec_train.students.losses import (
     MAX_CHUNK,
     MAX_CPU_LOGITS,
     Divergence,
+    ExitStates,
     LossWeights,
+    exit_loss,
     logit_chunk_size,
 )
 from moaspec_train.trainer import Trainer
@@ -67,9 +71,23 @@ def test_logits_in_memory_do_not_depend_on_length(
     assert largest == [32 * vocabulary] * 2
 
 
+def test_a_pass_on_a_gpu_holds_one_chunk_of_logits() -> None:
+    """Of 8,192 queries of Llama-3-8B, without computing anything."""
+    vocabulary, hidden = 65_536, 4096
+    chunk = logit_chunk_size(vocabulary, torch.device("cuda"))
+    with FakeTensorMode(), LargestLogits(vocabulary, hidden) as watched:
+        head = nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16)
+        drafted, target = torch.empty(2, 8192, hidden, dtype=torch.bfloat16)
+        states = ExitStates(drafted.requires_grad_(), target, head.requires_grad_(False))
+        proxy, _ = exit_loss(states, LossWeights(kl=1.0), scale=1.0, chunk=chunk)
+        proxy.backward()
+    assert watched.found == chunk * vocabulary == 2**27
+
+
 def test_queries_at_once() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert logit_chunk_size(49152, gpu) == MAX_CHUNK
+    assert logit_chunk_size(32768, gpu) == 4096
+    assert logit_chunk_size(10**9, gpu) == MAX_CHUNK
     assert logit_chunk_size(256, cpu) == MAX_CHUNK
     assert logit_chunk_size(49152, cpu) == MAX_CPU_LOGITS // 49152
     assert logit_chunk_size(10**9, cpu) == 32

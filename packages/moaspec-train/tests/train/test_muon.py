@@ -33,6 +33,17 @@ def test_in_bf16_it_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [5, 8, 23, 48])
+def test_half_of_a_symmetric_product_is_enough(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of four rows, or of a sixth of them; the last one may have fewer."""
+    monkeypatch.setattr(muon, "LEAST_BLOCK", 4)
+    x = torch.randn(rows, 64)
+    square = muon.symmetric(x)
+    assert_close(square, x @ x.T)
+    found = muon.symmetric(square, plus=square, beta=2.0, alpha=0.1)
+    assert_close(found, 0.1 * square @ square + 2 * square)
+
+
 def test_a_matrix_without_gradient_stays() -> None:
     frozen, trained = parameters()[:2]
     before = frozen.detach().clone()

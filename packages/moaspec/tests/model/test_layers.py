@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import tiny
@@ -109,6 +111,26 @@ def test_attention_against_its_closed_form(kv_heads: int) -> None:
     expected = scores.masked_fill(~MASK, float("-inf")).softmax(-1) @ repeated[1]
     # Sums of at most 8 products of numbers near 1, in float32.
     assert_close(masked_attention(query, key, value, MASK), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_and_grouped_heads_do_not_meet_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a drafter trains there: PyTorch has no fused kernel for both. Shapes of Llama-3-8B."""
+    calls: list[tuple[int, bool]] = []
+
+    def recorded(query: Any, key: Any, _value: Any, *, enable_gqa: bool, **_: Any) -> Any:
+        calls.append((key.shape[1], enable_gqa))
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    with FakeTensorMode():
+        query = torch.empty(4, 32, 512, 128, device="cuda")
+        key = torch.empty(4, 8, 1024, 128, device="cuda")
+        mask = torch.empty(4, 1, 512, 1024, dtype=torch.bool, device="cuda")
+        masked_attention(query, key, key, mask)
+        masked_attention(query, key, key)
+        with torch.no_grad():
+            masked_attention(query, key, key, mask)
+    assert calls == [(32, False), (8, True), (8, True)]
 
 
 def test_biases_are_where_the_config_says() -> None:

@@ -6,18 +6,19 @@ Legend: M queries with loss, T tokens of all texts, E hidden size, V draft vocab
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moaspec.backends.cpu.distillation import can_distil, forward_kl
 from moaspec_core.errors import InputError
 
 LogitsFunction = Callable[[Tensor], Tensor]
-"""(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
+"""(M, E) states -> (M, V) logits over the draft vocabulary, in float32 or the head's dtype."""
 Divergence = Literal["forward_kl", "negative_log_acceptance", "hybrid"]
-MAX_CHUNK = 512  # largest number of queries whose logits are in memory at once
+MAX_CHUNK = 512  # queries whose logits are in memory at once: at most, and on a GPU at least
 MIN_LOG_PROBABILITY = -80.0  # lower bound of log-probabilities: e^-80 adds nothing to a float32 sum
 MIN_ACCEPTANCE = 1e-6
 """Lower bound of an acceptance probability whose logarithm is taken, or that divides."""
@@ -25,13 +26,15 @@ HYBRID_DECAY = 3.0
 """Decay of KL's share in "hybrid" with the acceptance probability (eta of arXiv 2602.23881)."""
 MAX_CPU_LOGITS = 2**22
 """Logits in memory at once on a CPU: 16 MB stay in its caches and are reused by the allocator."""
+MAX_GPU_LOGITS = 2**27
+"""And on a GPU: large products, 0.5 GB in float32."""
 
 
 def logit_chunk_size(num_logits: int, device: torch.device) -> int:
     """Number of queries whose logits are computed at once."""
-    return (
-        MAX_CHUNK if device.type != "cpu" else max(32, min(MAX_CHUNK, MAX_CPU_LOGITS // num_logits))
-    )
+    if device.type != "cpu":
+        return max(MAX_CHUNK, MAX_GPU_LOGITS // num_logits)
+    return max(32, min(MAX_CHUNK, MAX_CPU_LOGITS // num_logits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,11 @@ class ExitStates:
         logits: the LM head, for both.
         inner: for N > 0, drafted and target states before the last N layers, (M, E) each.
         relative: divide states by the target state's root mean square; set for exits with adapters.
+        draftable_M: bool, queries whose next token the draft vocabulary has; None for all. Over a
+            trimmed vocabulary the target's distribution is renormalised, and where it has lost its
+            best token it would teach a draft that is never accepted. So the others have no
+            divergence. For a text that the target has sampled, this weighs each query by the
+            probability that is left, on average.
     """
 
     drafted_ME: Tensor
@@ -96,6 +104,10 @@ class ExitStates:
     logits: LogitsFunction
     inner: tuple[Tensor, Tensor] | None = None
     relative: bool = False
+    draftable_M: Tensor | None = None
+
+
+Distil = Callable[[Tensor, Tensor, Tensor, Divergence], tuple[Tensor, Tensor, Tensor]]
 
 
 def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = False) -> Tensor:
@@ -120,8 +132,10 @@ def summary_loss(aggregate_TE: Tensor, target_TE: Tensor) -> Tensor:
     return F.smooth_l1_loss(aggregate_TE, target_TE, reduction="sum") / target_TE.shape[-1]
 
 
-def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forward_kl") -> Tensor:
-    """Divergence between target p and drafter q of each query, from logits: (M,).
+def divergence(
+    drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forward_kl"
+) -> tuple[Tensor, Tensor]:
+    """Divergence between target p and drafter q of each query, and its gradient by q's logits.
 
     A sampled draft is accepted with probability a = sum min(p, q).
 
@@ -129,28 +143,60 @@ def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forwar
         negative_log_acceptance   -log a; a small a does not make its gradient vanish
         hybrid                    w KL(p || q) + (1 - w) (1 - a), w = exp(-3 a) without gradient
 
+    With r_i the derivative of the divergence by q_i, the logits' gradient is q (r - sum_j q_j r_j).
+
+    Args:
+        drafted_MV, target_MV: logits.
+
+    Returns:
+        (M,) and (M, V), float32.
+
     Source: the last two are the LK losses of arXiv 2602.23881, w for each query by itself.
     """
-    return cast(Tensor, _Divergence.apply(drafted_MV, target_MV, kind))
+    log_p, log_q = (one.float().log_softmax(-1) for one in (target_MV, drafted_MV))
+    return _GRADIENTS[kind](log_p, log_q)
 
 
-class _Divergence(torch.autograd.Function):
-    """Computes value and gradient with respect to q's logits together, to save memory.
+def distil(
+    drafted_MV: Tensor, target_MV: Tensor, factor_M: Tensor, kind: Divergence
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`divergence` and its gradient, and where both have the same most likely token.
 
-    With r_i the derivative of the divergence by q_i, the logits' gradient is q (r - sum_j q_j r_j).
+    Args:
+        drafted_MV: logits.
+        target_MV: logits of the same dtype.
+        factor_M: float32, of each query's gradient.
+
+    Returns:
+        The divergences, (M,) float32; (M,) bool; the gradient by the drafter's logits, in their
+        dtype.
     """
+    # argmax is three times slower on a CPU.
+    hit_M = drafted_MV.max(-1).indices == target_MV.max(-1).indices
+    value_M, gradient_MV = divergence(drafted_MV, target_MV, kind)
+    return value_M, hit_M, (gradient_MV * factor_M[:, None]).to(drafted_MV.dtype)
 
-    @staticmethod
-    def forward(ctx: Any, drafted_MV: Tensor, target_MV: Tensor, kind: Divergence) -> Tensor:
-        log_p, log_q = target_MV.log_softmax(-1), drafted_MV.log_softmax(-1)
-        value_M, gradient = _GRADIENTS[kind](log_p, log_q)
-        ctx.save_for_backward(gradient)
-        return value_M
 
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0][:, None], None, None
+def fast_distil(device: torch.device, compiled: Callable[..., Any] = torch.compile) -> Distil:
+    """`distil` with few passes over the logits: compiled on a GPU, by a kernel on a CPU.
+
+    The kernel overwrites the target's logits.
+
+    Args:
+        compiled: compiles a function; as `torch.compile`.
+    """
+    if device.type == "cuda":
+        function: Distil = compiled(distil, dynamic=True)  # the last chunk has fewer queries
+        return function
+
+    def by_kernel(
+        drafted_MV: Tensor, target_MV: Tensor, factor_M: Tensor, kind: Divergence
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if kind == "forward_kl" and can_distil(drafted_MV):
+            return forward_kl(target_MV, drafted_MV, factor_M)
+        return distil(drafted_MV, target_MV, factor_M, kind)
+
+    return by_kernel
 
 
 def _probabilities(log_p: Tensor) -> Tensor:
@@ -193,7 +239,12 @@ _GRADIENTS = {
 
 
 def exit_loss(
-    states: ExitStates, weights: LossWeights, *, scale: float, chunk: int = MAX_CHUNK
+    states: ExitStates,
+    weights: LossWeights,
+    *,
+    scale: float,
+    chunk: int = MAX_CHUNK,
+    distil: Distil = distil,
 ) -> tuple[Tensor, Tensor]:
     """The loss of one exit, holding `chunk` x V logits at a time.
 
@@ -201,6 +252,7 @@ def exit_loss(
         scale: factor of the summed loss, which makes the step's gradient that of a mean (over
             queries and exits).
         chunk: number of queries whose logits are in memory at once.
+        distil: as the function of this name.
 
     Returns:
         A scalar to backpropagate, whose gradient (not value) is that of `scale` times the loss
@@ -212,11 +264,14 @@ def exit_loss(
     sums = torch.zeros(5, device=leaf_ME.device)
     for start in range(0, max(1, len(leaf_ME)), chunk):
         part = slice(start, start + chunk)
-        drafted, target = leaf_ME[part], states.target_ME[part]
-        feature, kl, hits = _terms(drafted, target, states, weights)
-        total = weights.feature * share * feature + weights.kl * kl
-        (scale * total).backward()
-        sums[:4] += torch.stack((total, share * feature, kl, hits)).detach()
+        feature = share * feature_loss(
+            leaf_ME[part], states.target_ME[part], relative=states.relative
+        )
+        (scale * weights.feature * feature).backward()
+        kl, hits = _distil_chunk(leaf_ME[part], part, states, weights, scale=scale, distil=distil)
+        feature = feature.detach()
+        total = weights.feature * feature + weights.kl * kl
+        sums[:4] += torch.stack((total, feature, kl, hits))
     assert leaf_ME.grad is not None
     proxy = (states.drafted_ME * leaf_ME.grad).sum()
     if states.inner is not None:
@@ -228,17 +283,26 @@ def exit_loss(
     return proxy, sums
 
 
-def _terms(
-    drafted_ME: Tensor, target_ME: Tensor, states: ExitStates, weights: LossWeights
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Feature loss, divergence and hits, each summed over queries."""
-    with torch.no_grad():
-        target_MV = states.logits(target_ME)
+def _distil_chunk(
+    drafted_ME: Tensor,
+    part: slice,
+    states: ExitStates,
+    weights: LossWeights,
+    *,
+    scale: float,
+    distil: Distil,
+) -> tuple[Tensor, Tensor]:
+    """Backpropagate the divergence to the drafter's states; its sum over queries, and the hits."""
     drafted_MV = states.logits(drafted_ME)
-    feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
-    # argmax is three times slower on a CPU.
-    hits = (drafted_MV.max(-1).indices == target_MV.max(-1).indices).sum().float()
-    return feature, divergence(drafted_MV, target_MV, weights.divergence).sum(), hits
+    with torch.no_grad():
+        target_MV = states.logits(states.target_ME[part])
+        counted_M = drafted_MV.new_ones(len(drafted_ME), dtype=torch.float32)
+        if states.draftable_M is not None:
+            counted_M = states.draftable_M[part].float()
+        factor_M = counted_M * (scale * weights.kl)
+        value_M, hit_M, gradient_MV = distil(drafted_MV, target_MV, factor_M, weights.divergence)
+    drafted_MV.backward(gradient_MV)
+    return (value_M * counted_M).sum(), (hit_M * counted_M).sum()
 
 
 def mean_over_exits(sums: Sequence[Tensor]) -> Tensor:

@@ -33,6 +33,7 @@ from moaspec_train.students.initial_drafter import load_initial_drafter, record_
 from moaspec_train.students.losses import (
     ExitStates,
     exit_loss,
+    fast_distil,
     logit_chunk_size,
     mean_over_exits,
     summary_loss,
@@ -97,6 +98,7 @@ class Student(ABC):
         self.vocab_size = target.vocab_size if ids is None else len(ids)
         self.chunk = logit_chunk_size(self.vocab_size, target.device)
         self._head = DraftVocabularyHead(target, ids)
+        self._distil = fast_distil(target.device)
 
     @property
     def simulates_chain(self) -> bool:
@@ -140,7 +142,9 @@ class Student(ABC):
         scale = processes / max(1, whole.num_loss_tokens) / len(result.exits)
         proxies, parts = [], []
         for exit_states in result.exits:
-            proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=self.chunk)
+            proxy, found = exit_loss(
+                exit_states, weights, scale=scale, chunk=self.chunk, distil=self._distil
+            )
             proxies.append(proxy)
             parts.append(found)
         if result.summary is not None and weights.summary:
@@ -215,13 +219,33 @@ class DraftVocabularyHead:
         if token_ids is None and self._dtype != target.dtype:
             token_ids = torch.arange(target.vocab_size)
         self._rows = None if token_ids is None else target.lm_head.rows(token_ids).to(self._dtype)
+        head = target.draft_head(None) if self._rows is None else self._rows
+        is_product = target.lm_head.cap is None and target.lm_head.scale == 1.0
+        self._product = head if is_product and isinstance(head, nn.Linear) else None
+        self._known_V: Tensor | None = None
+        if token_ids is not None:
+            known_V = torch.zeros(target.vocab_size, dtype=torch.bool)
+            known_V[token_ids.cpu()] = True
+            self._known_V = known_V.to(target.device)
 
     def __call__(self, states_ME: Tensor) -> Tensor:
-        """(M, E) states -> (M, V) float32 logits."""
+        """(M, E) states -> (M, V) logits, in float32 if they are more than a product."""
         states_ME = states_ME.to(self._dtype)
+        if self._product is not None:
+            return self._product(states_ME)
         if self._rows is None:
             return self._target.head(states_ME)
         return self._target.logits(states_ME, self._rows)
+
+    def knows(self, token_ids_M: Tensor) -> Tensor | None:
+        """Which of these tokens it has, (M,) bool; None where it has all."""
+        return None if self._known_V is None else self._known_V[token_ids_M]
+
+
+def draftable(head: DraftVocabularyHead, part: TrainBatch) -> Tensor | None:
+    """Queries whose next token the head can draft, (M,) bool; None for all."""
+    next_M = part.places.queries.text_M + 1  # in its row: queries are followed by another token
+    return head.knows(part.batch.input_ids_BT.flatten().index_select(0, next_M))
 
 
 class MoAStudent(Student):
@@ -322,6 +346,7 @@ class MoAStudent(Student):
             self._head,
             inner=inner,
             relative=bool(self.module.exits),
+            draftable_M=draftable(self._head, part),
         )
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
@@ -353,5 +378,6 @@ class BaselineStudent(Student):
             at(states_BTE).float(),
             at(hidden_BTE),
             self._head,
+            draftable_M=draftable(self._head, part),
         )
         return StudentOutput([found])

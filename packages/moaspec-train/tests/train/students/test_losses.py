@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from bits import needs_kernels
 from moaspec_train.students.losses import (
+    Divergence,
     ExitStates,
     LossSums,
     LossWeights,
+    distil,
     divergence,
     exit_loss,
+    fast_distil,
     feature_loss,
     summary_loss,
 )
@@ -33,22 +39,25 @@ def test_feature_loss_by_hand() -> None:
 
 def test_forward_kl_by_hand() -> None:
     p, q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]), torch.tensor([[0.2, 0.4, 0.4]] * 2)
-    logits = (q.log() + 3).requires_grad_()
-    loss = divergence(logits, p.log() - 1).sum()
+    loss_M, gradient = divergence(q.log() + 3, p.log() - 1)
     by_hand = sum(
         pi * math.log(pi / qi)
         for row_p, row_q in zip(p.tolist(), q.tolist(), strict=True)
         for pi, qi in zip(row_p, row_q, strict=True)
     )
-    assert loss.item() == pytest.approx(by_hand)
-    loss.backward()
-    assert logits.grad is not None
-    assert_close(logits.grad, q - p)
-    assert divergence(p.log(), p.log()).sum().item() == pytest.approx(0, abs=1e-6)
+    assert loss_M.sum().item() == pytest.approx(by_hand)
+    assert_close(gradient, q - p)
+    assert divergence(p.log(), p.log())[0].sum().item() == pytest.approx(0, abs=1e-6)
 
 
 def states(seed: int) -> Tensor:
     return torch.randn(7, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def eager_kl(drafted_MV: Tensor, target_MV: Tensor) -> Tensor:
+    """Summed over queries, with PyTorch's own gradient."""
+    log_q, log_p = drafted_MV.log_softmax(-1), target_MV.log_softmax(-1)
+    return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
 
 def run(chunk: int, weights: LossWeights) -> tuple[LossSums, Tensor]:
@@ -72,7 +81,7 @@ def test_chunks_change_neither_value_nor_gradient(chunk: int) -> None:
     head, body = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 4)
     drafted, target = body(states(1)), states(2)
     feature = feature_loss(drafted, target)
-    kl = divergence(head(drafted), head(target)).sum()
+    kl = eager_kl(head(drafted), head(target))
     total = 0.7 * feature + 0.3 * kl
     (total / 7).backward()
     parts, gradient = run(chunk, WEIGHTS)
@@ -98,42 +107,34 @@ OF_VARIATION = Q * (SIGN - (Q * SIGN).sum())
 
 
 def test_negative_log_acceptance_by_hand() -> None:
-    logits = (Q.log() + 3).requires_grad_()
-    (loss,) = divergence(logits, P.log() - 1, "negative_log_acceptance")
+    (loss,), gradient = divergence(Q.log() + 3, P.log() - 1, "negative_log_acceptance")
     assert loss.item() == pytest.approx(-math.log(0.7))  # 0.2 + 0.25 + 0.25 are accepted
-    loss.backward()
-    assert logits.grad is not None
-    assert_close(logits.grad, OF_VARIATION / 0.7)
+    assert_close(gradient, OF_VARIATION / 0.7)
 
 
 def test_negative_log_acceptance_is_cross_entropy_for_a_certain_target() -> None:
-    logits, target = Q.log().requires_grad_(), torch.tensor([[0.0, 99.0, 0.0]])
-    (loss,) = divergence(logits, target, "negative_log_acceptance")
+    target = torch.tensor([[0.0, 99.0, 0.0]])
+    (loss,), gradient = divergence(Q.log(), target, "negative_log_acceptance")
     assert loss.item() == pytest.approx(-math.log(0.4), rel=1e-5)
-    loss.backward()
-    assert logits.grad is not None
-    assert_close(logits.grad, Q - torch.tensor([[0.0, 1.0, 0.0]]))
+    assert_close(gradient, Q - torch.tensor([[0.0, 1.0, 0.0]]))
 
 
 def test_drafts_that_are_never_accepted_have_a_finite_loss() -> None:
-    logits = torch.tensor([[99.0, -99.0]]).requires_grad_()
+    logits = torch.tensor([[99.0, -99.0]])
     for kind in ("negative_log_acceptance", "hybrid"):
-        loss = divergence(logits, -logits.detach(), kind).sum()
-        assert bool(loss.isfinite())
-        (gradient,) = torch.autograd.grad(loss, logits)
+        loss, gradient = divergence(logits, -logits, kind)
+        assert bool(loss.isfinite().all())
         assert bool(gradient.isfinite().all())
 
 
 def test_hybrid_by_hand() -> None:
     """At an acceptance of 0.7 KL has the share exp(-2.1), which has no gradient."""
-    logits, share = (Q.log() + 3).requires_grad_(), math.exp(-3 * 0.7)
-    (loss,) = divergence(logits, P.log() - 1, "hybrid")
+    share = math.exp(-3 * 0.7)
+    (loss,), gradient = divergence(Q.log() + 3, P.log() - 1, "hybrid")
     assert loss.item() == pytest.approx(
         share * float((P * (P / Q).log()).sum()) + (1 - share) * 0.3
     )
-    loss.backward()
-    assert logits.grad is not None
-    assert_close(logits.grad, share * (Q - P) + (1 - share) * OF_VARIATION)
+    assert_close(gradient, share * (Q - P) + (1 - share) * OF_VARIATION)
 
 
 def test_relative_features_do_not_depend_on_size() -> None:
@@ -176,3 +177,84 @@ def test_no_queries_give_no_loss_and_zero_gradients() -> None:
     assert not sums.any()
     assert drafted.grad is not None
     assert not drafted.grad.any()
+
+
+def test_queries_that_cannot_be_drafted_have_no_divergence() -> None:
+    """Their features count, and their drafts are no hits."""
+    head = nn.Linear(4, 5).requires_grad_(False)
+    draftable = torch.tensor([True, False, True, True, False, True, False])
+    drafted, target = states(1).requires_grad_(), states(2)
+    some = ExitStates(drafted, target, head, draftable_M=draftable)
+    proxy, sums = exit_loss(some, WEIGHTS, scale=1.0, chunk=3)
+    proxy.backward()
+    of_some = eager_kl(head(drafted)[draftable], head(target)[draftable])
+    total = WEIGHTS.feature * feature_loss(drafted, target) + WEIGHTS.kl * of_some
+    (gradient,) = torch.autograd.grad(total, drafted)
+    assert drafted.grad is not None
+    assert_close(drafted.grad, gradient)
+    parts = LossSums(*sums.tolist())
+    assert parts.kl == pytest.approx(of_some.item(), rel=1e-5)
+    hits = (head(drafted).argmax(-1) == head(target).argmax(-1)) & draftable
+    assert (parts.hits, parts.count) == (int(hits.sum()), 7)
+
+
+KINDS: tuple[Divergence, ...] = ("forward_kl", "negative_log_acceptance", "hybrid")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_loss_is_the_same(kind: Divergence) -> None:
+    """In one graph, whatever the number of queries: what a GPU runs."""
+    graphs: list[int] = []
+
+    def traced(function: Any, *, dynamic: bool) -> Any:
+        def backend(graph: Any, _: Any) -> Any:
+            graphs.append(1)
+            return graph.forward
+
+        torch._dynamo.reset()
+        return torch.compile(function, dynamic=dynamic, backend=backend, fullgraph=True)
+
+    compiled = fast_distil(torch.device("cuda"), traced)
+    for queries in (5, 7, 3):
+        drafted, target = (3 * states(i).repeat(1, 9)[:queries].bfloat16() for i in (1, 2))
+        factor = torch.rand(queries)
+        expected = distil(drafted, target, factor, kind)
+        assert_close(compiled(drafted, target, factor, kind), expected)
+    assert len(graphs) == 1
+
+
+@needs_kernels
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1, 5, 16, 37, 1000])
+def test_a_kernel_has_the_same_loss(vocabulary: int, dtype: torch.dtype) -> None:
+    """Also where logits are far apart, and where two are the largest."""
+    made = torch.Generator().manual_seed(0)
+    for scale in (0.1, 3.0, 40.0):
+        target, drafted = (
+            (scale * torch.randn(9, vocabulary, generator=made)).to(dtype) for _ in range(2)
+        )
+        drafted[0], target[0, vocabulary // 2] = target[0], target[0].max()
+        factor = torch.rand(9, generator=made)
+        expected = distil(drafted, target, factor, "forward_kl")
+        found = fast_distil(torch.device("cpu"))(drafted, target.clone(), factor, "forward_kl")
+        # Numbers of bf16 have eight bits; sums in float32 accumulate in another order.
+        assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[1], expected[1])
+        assert_close(
+            found[2], expected[2], rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
+
+
+@needs_kernels
+@pytest.mark.kernels
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_kernel_shows_logits_that_are_not_finite(wrong: float) -> None:
+    """So a step of such a batch is skipped."""
+    for place in range(2):
+        for at in (0, 17, 39):
+            drafted, target = torch.randn(2, 40), torch.randn(2, 40)
+            (drafted, target)[place][1, at] = wrong
+            by_kernel = fast_distil(torch.device("cpu"))
+            value, *_ = by_kernel(drafted, target, torch.ones(2), "forward_kl")
+            assert value.isfinite().tolist() == [True, False]

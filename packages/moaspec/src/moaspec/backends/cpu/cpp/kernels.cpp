@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "decoder_layer.h"
+#include "distil.h"
 #include "grow_tree.h"
 #include "layouts.h"
 #include "noise.h"
@@ -480,6 +481,24 @@ void moaspec_choose(const float* logits, int64_t rows, int64_t size, const Sampl
 #pragma omp single
     out[row] = draw.token();
   }
+}
+
+// KL(p || q) of each row of logits, (rows, size), bf16 or (`wide`) float32, and whether both have their largest
+// logit at one place. The gradient by q's logits, times the row's factor, overwrites p's.
+void moaspec_forward_kl(void* p, const void* q, int64_t wide, int64_t rows, int64_t size, const float* factors,
+                        float* divergences, bool* hits, int32_t threads) {
+  const auto run = [&](auto* of_p, const auto* of_q) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+      const RowLoss found = kl_row(of_p + row * size, of_q + row * size, size, factors[row]);
+      divergences[row] = found.divergence;
+      hits[row] = found.hit;
+    }
+  };
+  if (wide)
+    run(static_cast<float*>(p), static_cast<const float*>(q));
+  else
+    run(static_cast<bf16*>(p), static_cast<const bf16*>(q));
 }
 
 // Positional noise of `count` tokens at each of `num` places, as integers: (num, count). Tokens of place i
