@@ -250,10 +250,9 @@ def test_bf16_engines_draft_with_the_targets_backend_and_dtype(models: Models, e
 
 @pytest.mark.parametrize("form", ["raw", "vllm"])
 def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None:
-    taught = load_drafter(models.taught, target=models.target)
-    save_published(
-        taught, tmp_path, form, target=models.target.identity, context=models.target.config
-    )
+    of = models.target
+    taught = tiny.taught_drafter(of, [tiny.own_text(of, prompt) for prompt in tiny.PROMPTS])
+    save_published(taught, tmp_path, form, target=of.identity, context=of.config)
     lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
     with serving.engine(models, tmp_path) as llm:
         serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
