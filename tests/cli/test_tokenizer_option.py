@@ -75,3 +75,34 @@ def test_a_file_without_a_template_takes_one(cli: Cli, tmp_path: Path) -> None:
     server = cli("target-server", *shared, "--chat-template", str(template))
     assert server.code == 2
     assert "devices send token ids" in " ".join(server.err.split())
+
+
+def test_writing_and_training_take_a_template(cli: Cli, tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "x.gguf", gguf_files.byte_level("qwen2"))
+    template, prompts = tmp_path / "template.jinja", tmp_path / "prompts.jsonl"
+    template.write_text("{% for message in messages %}<<{{ message.content }}>>{% endfor %}")
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    out = tmp_path / "answers.jsonl"
+    shared = ("--model", str(file), "--dtype", "float32", "--max-new-tokens", "4")
+    asked = ("data", "regenerate", str(prompts), "--out", str(out), *shared)
+    assert cli(*asked).code == 2  # a conversation needs a template
+    given = cli(*asked, "--chat-template", str(template))
+    assert given.code == 0, given.error
+    row = json.loads(out.read_text())
+    tokenizer = read_tokenizer(gguf_files.byte_level("qwen2"), name="x")
+    assert tokenizer.decode(row["prompt_ids"]) == "<<a>>"
+    other = tmp_path / "other.jinja"
+    other.write_text("{% for message in messages %}({{ message.content }}){% endfor %}")
+    resumed = cli(*asked, "--chat-template", str(other))
+    assert resumed.code == 2
+    assert "chat_template" in " ".join(resumed.err.split())
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompts.write_text(json.dumps({"messages": talk}))
+    config = tmp_path / "run.yaml"
+    run = {"target": str(file), "data": [str(prompts)], "output": str(tmp_path / "run")}
+    config.write_text(json.dumps(run | {"held_out": 0}))
+    refused = cli("train", str(config), "--dry-run")
+    assert refused.code == 2
+    assert "template" in refused.error
+    planned = cli("train", str(config), "--dry-run", f"chat_template={template}")
+    assert planned.code == 0, planned.error

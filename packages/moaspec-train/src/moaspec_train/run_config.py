@@ -57,6 +57,8 @@ class TrainConfig:
         target: alias, directory, GGUF file or hub id of the frozen target.
         adapter: directory of a LoRA adapter that is merged into the target; "" for none.
         tokenizer: directory of a tokenizer that is read in place of the target's own; "" for none.
+        chat_template: file with a template in Jinja, for a target that has none or a wrong one; ""
+            for none.
         data: files, directories or hub data sets, in any format that `docs/data.md` lists.
         prompts: files, as `data`, of prompts that the target answers while the run goes on; only
             with `--continuous`.
@@ -129,6 +131,7 @@ class TrainConfig:
     max_new_tokens: int = 256
     adapter: str = ""
     tokenizer: str = ""
+    chat_template: str = ""
     max_length: int = 768
     held_out: int = 32
     held_out_data: tuple[str, ...] = ()

@@ -89,6 +89,7 @@ def synth_command(
             bar.note(prompts, f"{samples - prompts} of {samples} samples discarded")
 
         settings = writer.settings(num=num, system_prompts=systems, drafter=options.drafter)
+        settings |= options.replaced
         with (
             Journal(options.out, settings) as journal,
             bar.stoppable(journal, lambda: writer.finished),
@@ -138,7 +139,7 @@ def regenerate_command(
     endpoints = elsewhere.checked(options)
     keeping.checked(options, elsewhere=bool(endpoints))
     defaults = generation_defaults(generation_config)
-    spec = read_spec(options.model, defaults)
+    spec = read_spec(options.model, generation_config=defaults, **options.replaced)
     from moaspec_train.dataset.regenerate import (
         check_prompts,
         fingerprint,
@@ -170,6 +171,7 @@ def regenerate_command(
     ):
         writer.connect(short_prompt(spec, conversations))
         settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
+        settings |= options.replaced
         with (
             Journal(options.out, settings) as journal,
             bar.stoppable(journal, lambda: writer.finished),

@@ -106,6 +106,7 @@ def train(
                 packed=continuously.continuous,
                 adapter=settings.adapter or None,
                 tokenizer=settings.tokenizer or None,
+                chat_template=settings.chat_template or None,
             )
         if continuously.continuous:
             continuously.run(target, settings, *examples, seconds=seconds)
@@ -115,15 +116,24 @@ def train(
 
 def _checked_target(settings: TrainConfig, processes: int) -> TargetSpec:
     """Refuse what cannot be trained before minutes are spent on loading it."""
-    from moaspec.target.registry import read_skeleton
-    from moaspec.target.weights.quantised import prepare_config
     from moaspec_train.reports.plan import make_plan
 
+    skeleton = _skeleton(settings)
+    make_plan(skeleton, settings, processes=processes)
+    return skeleton
+
+
+def _skeleton(settings: TrainConfig) -> Target:
+    from moaspec.target.registry import read_skeleton
+    from moaspec.target.weights.quantised import prepare_config
+
     skeleton = read_skeleton(
-        settings.target, dtype=settings.target_dtype, tokenizer=settings.tokenizer or None
+        settings.target,
+        dtype=settings.target_dtype,
+        tokenizer=settings.tokenizer or None,
+        chat_template=settings.chat_template or None,
     )
     prepare_config(skeleton.model.config, skeleton.name)
-    make_plan(skeleton, settings, processes=processes)
     return skeleton
 
 
@@ -230,8 +240,6 @@ def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) ->
 
 def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     with loading(str(path)):
-        from moaspec.target.registry import read_skeleton
-        from moaspec.target.weights.quantised import prepare_config
         from moaspec_train.reports.plan import GPUs, cpu_operations_per_s, make_plan
         from moaspec_train.reports.run_notes import setting_notes
         from moaspec_train.run_config import launched_processes, read_train_config
@@ -240,10 +248,7 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
         set_threads(settings.threads or None)
         if settings.data:
             require_sources(settings.data)
-        skeleton = read_skeleton(
-            settings.target, dtype=settings.target_dtype, tokenizer=settings.tokenizer or None
-        )
-        prepare_config(skeleton.model.config, skeleton.name)
+        skeleton = _skeleton(settings)
         on_gpus = settings.device == "cuda"
         plan = partial(
             make_plan,

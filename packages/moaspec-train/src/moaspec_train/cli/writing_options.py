@@ -11,11 +11,13 @@ import typer
 from moaspec_core.cli.options import (
     MODEL,
     Adapter,
+    ChatTemplateFile,
     Device,
     Dtype,
     Model,
     Quantize,
     Threads,
+    Tokenizer,
     read_lines,
     sent_api_key,
 )
@@ -60,6 +62,8 @@ class WritingOptions:
         "by default as many as it answers fastest.",
     ] = None
     adapter: Adapter = None
+    tokenizer: Tokenizer = None
+    chat_template: ChatTemplateFile = None
     dtype: Dtype = "auto"
     quantize: Quantize = None
     device: Device = "cpu"
@@ -84,10 +88,16 @@ class WritingOptions:
         batch = BATCH if self.batch is None else self.batch
         options = WriterOptions(batch_size=batch, group_size=GROUP_SIZE, **sampling)
         asked = {name: value for name, value in asdict(options).items() if value is not None}
-        known = {"target": self.model, "drafter": self.drafter, **asked}
+        known = {"target": self.model, "drafter": self.drafter, **self.replaced, **asked}
         context.with_resource(writing(self.out))
         resumed(self.out, known, complete=False)  # refuses the file of another run
         return options, seconds
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        """What is read in place of the target's own tokenizer and chat template."""
+        own = {"tokenizer": self.tokenizer, "chat_template": self.chat_template}
+        return {name: value for name, value in own.items() if value is not None}
 
     def systems(self) -> list[str]:
         path = self.system_prompts
@@ -98,13 +108,17 @@ class WritingOptions:
             from moaspec.backends.load import load_target
             from moaspec.generation.drafters import check_any_drafter, load_any_drafter
 
-            drafter = self.drafter and check_any_drafter(self.drafter, self.model)
+            drafter = self.drafter and check_any_drafter(
+                self.drafter, self.model, tokenizer=self.tokenizer
+            )
             target = load_target(
                 self.model,
                 dtype=self.dtype,
                 quantize=self.quantize,
                 device=self.device,
                 adapter=self.adapter,
+                tokenizer=self.tokenizer,
+                chat_template=self.chat_template,
                 generation_config=generation_config,
             )
         return target, drafter and load_any_drafter(drafter, target=target)
@@ -192,9 +206,9 @@ class EndpointOptions:
         return [Endpoint(url=u, model=self.endpoint_model, key=key, at_once=batch) for u in urls]
 
 
-def read_spec(model: str, generation_config: Literal["auto"] | None = "auto") -> TargetSpec:
-    """A target's config and tokenizer; see `read_skeleton`."""
+def read_spec(model: str, **how: Any) -> TargetSpec:
+    """A target's config and tokenizer; `how` as for `read_skeleton`."""
     with loading(model):
         from moaspec.target.registry import read_skeleton
 
-        return read_skeleton(model, dtype="float32", generation_config=generation_config)
+        return read_skeleton(model, dtype="float32", **how)

@@ -106,23 +106,29 @@ def read_skeleton(
     *,
     dtype: str,
     tokenizer: str | Path | None = None,
+    chat_template: str | None = None,
     generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Read a target without its weights, on the meta device.
 
     Args:
         dtype, tokenizer: see `read_target`.
+        chat_template: see `load_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     require_dtype(dtype)
     name = str(name)
+    template = None if chat_template is None else read_chat_template(Path(chat_template))
     with _named_errors(name, tokenizer, weights=False) as source:
         config = _read_config(source, name)
         model = skeleton_of(config, dtype)
         model.generation_config = _generation_config(source, config, generation_config)
-        return target_of(model, _tokenizer(source, tokenizer, config), name=name)
+        target = target_of(model, _tokenizer(source, tokenizer, config), name=name)
+    if template is not None:
+        replace_chat_template(target, template, where=str(chat_template))
+    return target
 
 
 def skeleton_of(config: Any, dtype: str) -> Any:
