@@ -16,6 +16,7 @@ import hybrid_models
 import moaspec
 import serving
 from moaspec.target.generic.generic_target import target_of
+from moaspec_core.drafting.ngram_proposer import TOKEN_BYTES
 from moaspec_core.engine.request_state import Event
 from moaspec_serve.sources.engine_worker import EngineWorker, WorkerLimits
 from moaspec_serve.sources.local_source import LocalSource
@@ -153,7 +154,7 @@ def test_what_does_not_fit_waits() -> None:
 def test_states_of_a_hybrid_take_room() -> None:
     model = hybrid_models.model("lfm2", vocab_size=serving.VOCAB)
     hybrid = target_of(model, serving.tokenizer(), name=MODEL)
-    keys = 8 * LocalSource(hybrid).cache.slot_bytes
+    keys = 8 * (LocalSource(hybrid).cache.slot_bytes + TOKEN_BYTES)
     for size, status in ((keys, 400), (keys + hybrid.state_bytes, 200)):
         source = LocalSource(hybrid, name=MODEL, limits=WorkerLimits(cache_bytes=size))
         with serving.serving(source) as served, served.http() as http:

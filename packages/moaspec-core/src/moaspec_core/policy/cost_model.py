@@ -27,10 +27,6 @@ Floats = npt.NDArray[np.float64]
 MAX_DEPTH, MAX_BREADTH = 8, 8
 MAX_DRAFTS = 62  # drafts of a round at most, as many as the paper's tree has
 
-MAX_COPIED = 16
-"""Tokens that a round copies at most: text that is repeated goes on for longer than drafts are
-right."""
-
 GAIN = 1.15
 """Assumed speed-up over plain decoding; converts seconds into tokens. Simulated on 40 answers,
 1.0 and 1.3 gave the same speed."""
@@ -268,7 +264,6 @@ class RoundCosts:
         excess: the factor that `CostTable.with_excess` got.
         speedup: the largest of `chain_speedups`.
         tree: the shape for a request, if no other request of the pass has drafts.
-        copies: the shape of a path that is copied, for the same case.
     """
 
     def __init__(
@@ -308,8 +303,6 @@ class RoundCosts:
             prices=tuple(prices[:total].tolist()),
             least=min(1.0, going_on / float(rates_D[0])),
         )
-        copied = max(1, int((prices[:MAX_COPIED] < MAX_COPIED).sum()))
-        self.copies = PricedTree(copied, 1, copied, prices=tuple(prices[:copied].tolist()))
         least = max(self.tree.least, 1.0 / breadth)
         self._widest = int(1.0 / least)
 

@@ -23,6 +23,9 @@ PRIOR_LOOKUPS = 8.0
 
 MAX_RATE = 0.97
 
+MAX_COPIED = 16
+"""Tokens of a path at most: text that is repeated goes on for longer than drafts are right."""
+
 
 class NgramBranches:
     """The n-gram branches of one request.
@@ -63,7 +66,7 @@ class NgramBranches:
         if isinstance(shape, KnownCosts):
             if num_requests > 1:  # a path of one request gives the others pads
                 return 0.0
-            shape = shape.at(length, 1).copies
+            shape = shape.at(length, 1).tree
         self._shape = limited = shape.limited(depth)
         if limited is None:
             return 0.0
@@ -72,7 +75,7 @@ class NgramBranches:
             self._paths = self._index.paths(limited)
             return 0.0
         self._count(token_ids)
-        size, path = self._index.longest(limited.depth, COPY_RATES[0][0])
+        size, path = self._index.longest(min(depth, MAX_COPIED), COPY_RATES[0][0])
         if not path:
             return 0.0
         first, later = next((first, more) for least, first, more in COPY_RATES if size >= least)

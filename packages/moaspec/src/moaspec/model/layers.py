@@ -61,7 +61,7 @@ def masked_attention(
         query_BHTD = query_BHTD.reshape(B, -1, groups * T, D)
         mask = None if mask is None else fold_mask(mask, T, groups)
     elif groups > 1 and mask is not None and query_BHTD.is_cuda and torch.is_grad_enabled():
-        # PyTorch has no fused kernel for a mask and grouped heads: it would keep all scores.
+        # For a mask and grouped heads together PyTorch would keep all scores.
         key_BJSD, value_BJSD = (x.repeat_interleave(groups, 1) for x in (key_BJSD, value_BJSD))
         groups = 1
     output = F.scaled_dot_product_attention(
