@@ -104,7 +104,13 @@ class LlamaCpp:
         child.start()
         theirs.close()
         self._ours = ours
+        self._child = child
         self.version, self.url = self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._ours.close()
+        self._child.join()
 
     def tokens_per_s(self, prompt_ids: Sequence[int], num_tokens: int) -> float:
         """Speed after the prompt's pass, by llama.cpp's own clock."""
