@@ -133,10 +133,11 @@ def _write(source: Path, file: Path, kind: GGMLQuantizationType) -> None:
 
 def _distance(target: Target, file: Path, ids_T: Tensor) -> tuple[float, float]:
     """Mean KL divergence from float32, in nats, and the share of other most likely tokens."""
-    kept = set(cache_dir().rglob("*.safetensors"))
+    dequantised = f"{file.stem}-*/*.safetensors"
+    kept = set(cache_dir().glob(dequantised))
     right_TV = _log_probabilities(load_target(str(file), dtype="float32"), ids_T)
-    for path in set(cache_dir().rglob("*.safetensors")) - kept:
-        path.unlink()  # the dequantised weights of a temporary file
+    for path in set(cache_dir().glob(dequantised)) - kept:
+        path.unlink()
     found_TV = _log_probabilities(target, ids_T)
     kl = (right_TV.exp() * (right_TV - found_TV)).sum(-1).mean()
     changed = (right_TV.argmax(-1) != found_TV.argmax(-1)).double().mean()
