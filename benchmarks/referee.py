@@ -155,8 +155,12 @@ def check(name: str, url: str, args: argparse.Namespace) -> dict[str, Any]:
         "out": out,
     }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    report = out / "check.json"
+    report.unlink(missing_ok=True)
     subprocess.run([str(BIN / "moaspec"), "check", url, *words], check=False)  # noqa: S603 - our own
-    found: dict[str, Any] = json.loads((out / "check.json").read_text())
+    found: dict[str, Any] = json.loads(report.read_text())
+    if not found["complete"]:
+        raise OSError("the check broke off")
     return found
 
 

@@ -86,14 +86,16 @@ def test_writing_and_training_take_a_template(cli: Cli, tmp_path: Path) -> None:
     shared = ("--model", str(file), "--dtype", "float32", "--max-new-tokens", "4")
     asked = ("data", "regenerate", str(prompts), "--out", str(out), *shared)
     assert cli(*asked).code == 2  # a conversation needs a template
-    given = cli(*asked, "--chat-template", str(template))
+    read_tokenizer(gguf_files.byte_level("qwen2"), name="x").save_pretrained(tmp_path / "words")
+    words = ("--tokenizer", str(tmp_path / "words"))
+    given = cli(*asked, *words, "--chat-template", str(template))
     assert given.code == 0, given.error
     row = json.loads(out.read_text())
     tokenizer = read_tokenizer(gguf_files.byte_level("qwen2"), name="x")
     assert tokenizer.decode(row["prompt_ids"]) == "<<a>>"
     other = tmp_path / "other.jinja"
     other.write_text("{% for message in messages %}({{ message.content }}){% endfor %}")
-    resumed = cli(*asked, "--chat-template", str(other))
+    resumed = cli(*asked, *words, "--chat-template", str(other))
     assert resumed.code == 2
     assert "chat_template" in " ".join(resumed.err.split())
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

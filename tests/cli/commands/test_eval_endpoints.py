@@ -74,5 +74,6 @@ def test_other_servers_counts() -> None:
     assert read_speculation({"choices": []}) == Speculation()
     page = '# HELP x\nvllm:spec_decode_num_drafts_total{engine="0"} 3.0\n'
     page += 'vllm:spec_decode_num_drafts_total{engine="1"} 1e0\n'
+    page += 'le{le="+Inf"} +Inf\nvllm:spec_decode_num_draft_tokens_total NaN\nprose + 1e\n'
     page += "vllm:spec_decode_num_accepted_tokens_total 6\n"
     assert read_counters(page) == Speculation(rounds=4, emitted=10, accepted=6)

@@ -3,7 +3,6 @@
 Source: `SpeculatorModelConfig` and `SpeculatorsConfig` of speculators 0.9.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,10 @@ SECTION, TYPE, VERSION = "speculators_config", "speculators_model_type", "specul
 MOA = "moa"
 """The type of MoA drafters. Speculators knows it after `moaspec.register_speculators_type()`."""
 FORMAT = "0.9.0"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 METHOD = "greedy"  # the only proposal method of speculators 0.9
 DRAFT_TOKENS = 3
 """Tokens of a chain of drafts, where nothing else is recorded."""
+MAX_DRAFT_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,36 +80,24 @@ def read_verifier(config_json: Mapping[str, Any], kind: str = MOA) -> Verifier |
         algorithm = section["algorithm"]
     except (LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
-            f"{SECTION} in config.json is damaged: {type(error).__name__}: {error}"
+            f"{SECTION} in config.json is damaged ({type(error).__name__}: {error}). Write it anew "
+            "with `moaspec checkpoint convert --to moaspec`, or remove it."
         ) from error
     stated = {f"{SECTION}.algorithm": algorithm, TYPE: config_json.get(TYPE, kind)}
     for field, value in stated.items():
         if value != kind:
             raise MismatchError(
-                f"config.json has a drafter of kind {kind!r}, and {field} {value!r}."
+                f"config.json has a drafter of kind {kind!r}, and {field} {value!r}: correct or "
+                f"remove {field}."
             )
-    _check_name(verifier, config_json)
     return verifier
-
-
-def _check_name(verifier: Verifier, config_json: Mapping[str, Any]) -> None:
-    try:
-        trained = config_json["training"]["config"]["target"]
-    except (LookupError, TypeError):
-        return
-    is_hub_id = isinstance(trained, str) and HUB_ID.fullmatch(trained)
-    if is_hub_id and verifier.name not in (None, trained):
-        raise MismatchError(
-            f"config.json names two targets: {SECTION}.verifier.name_or_path is "
-            f"{verifier.name!r}, and training.config.target {trained!r}. Correct the wrong one."
-        )
 
 
 def _tokens(methods: Sequence[Mapping[str, Any]], default: str) -> int:
     by_type = {one["proposal_type"]: one["speculative_tokens"] for one in _listed(methods)}
     tokens = by_type[default]
-    if not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"speculative_tokens is {tokens!r}")
+    if type(tokens) is not int or not 1 <= tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"speculative_tokens is {tokens!r}, not 1 to {MAX_DRAFT_TOKENS}")
     return tokens
 
 

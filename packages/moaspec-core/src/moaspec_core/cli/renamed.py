@@ -52,7 +52,6 @@ REMOVED = {
     },
     "data regenerate": {
         "--group-size": GROUPS,
-        "--tokenizer": OWN_DIRECTORY,
         "--without-system": "half of the conversations get no system prompt",
     },
     "data stats": {"--tokenizer": OWN_DIRECTORY},
@@ -60,7 +59,6 @@ REMOVED = {
         "--generation-config": WITHOUT_FILE,
         "--group-size": GROUPS,
         "--max-samples": "it gives up after 20 samples for each prompt of --num",
-        "--tokenizer": "name a directory with the model's own tokenizer.json by --model",
     },
     "edge": {"--max-body-bytes": ONLY_LIMIT},
     "edge-bench": {

@@ -1,11 +1,11 @@
 """Names of targets and of model families, which can be listed without PyTorch."""
 
+import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
-from moaspec_core.checkpoint.speculators_fields import HUB_ID
 from moaspec_core.support.paths import cache_dir
 
 FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
@@ -91,6 +91,9 @@ ALIASES = {
         prompts="bundled-code",
     ),
 }
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def hub_id(name: str) -> str | None:

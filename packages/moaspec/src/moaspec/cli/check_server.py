@@ -81,6 +81,10 @@ def check_server(
             "--quantize and --drafter do not go with a URL: the reference is the model as "
             "transformers computes it. Give --model what the server runs."
         )
+    if given.out is not None:
+        from moaspec.evaluate.results_store import make_results_directory
+
+        make_results_directory(given.out)
     turns = [prompt.turns[0] for prompt in read_prompts(suite, limit=limit)]
     turns += islice(cycle(turns), max(0, limit - len(turns)))  # their numbers differ
     seed = secrets.randbelow(SEEDS) if given.seed is None else given.seed
@@ -193,9 +197,8 @@ def _finish(check: ServerCheck, about: dict[str, Any], out: Path | None, *, as_j
     result = check.result
     info = check_report.as_json(result, about)
     if out is not None:
-        from moaspec.evaluate.results_store import make_results_directory, write_whole
+        from moaspec.evaluate.results_store import write_whole
 
-        make_results_directory(out)
         write_whole(out / "check.json", json.dumps(info, indent=1) + "\n")
         write_whole(out / "check.md", check_report.markdown(result, about))
     if as_json:
@@ -210,6 +213,8 @@ def _finish(check: ServerCheck, about: dict[str, Any], out: Path | None, *, as_j
         for cause in result.causes:
             console.print_wrapped(cause)
         style = {"right": "green", "wrong": "bold red", "unknown": ""}[result.verdict]
+        if not about["complete"]:
+            console.print_wrapped("The check broke off: the verdict is of the texts until then.")
         console.print_wrapped(check_report.verdict_line(result), style)
         if out is not None:
             console.out.print(f"Report: {out / 'check.md'}")

@@ -110,10 +110,6 @@ CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda config: config.update(speculators_model_type="dflash"),
         r"kind 'moa', and speculators_model_type 'dflash'",
     ),
-    "target": (
-        lambda config: config.update(training={"config": {"target": "another/model"}}),
-        r"name_or_path is 'someone/model', and training\.config\.target 'another/model'",
-    ),
 }
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "no verifier": lambda config: without(config, "verifier"),
@@ -122,6 +118,8 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "methods of another kind": lambda config: changed(config, "proposal_methods", "greedy"),
     "no tokens": lambda config: tokens(config, 0),
     "half a token": lambda config: tokens(config, 0.5),
+    "no number of tokens": lambda config: tokens(config, True),
+    "too many tokens": lambda config: tokens(config, 10**30),
     "a number as a name": lambda config: changed(
         config, "verifier", {"name_or_path": 3, "architectures": []}
     ),

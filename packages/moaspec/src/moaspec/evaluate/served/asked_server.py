@@ -99,9 +99,10 @@ class AskedServer:
             InputError: it has several models, or not the named one.
         """
         listed = await self._read("GET", "/v1/models")
+        entries = listed.get("data")
         models = {
             one["id"]: one
-            for one in listed.get("data", ())
+            for one in (entries if isinstance(entries, list) else ())
             if isinstance(one, dict) and isinstance(one.get("id"), str)
         }
         if self.model and models and self.model not in models:

@@ -84,6 +84,10 @@ class TextJudge:
     def judge(self, prompt_ids: Sequence[int], text: ServedText, max_tokens: int) -> Judged:
         """Judge a text that was limited to `max_tokens`."""
         if text.token_ids is not None:
+            known = range(self._target.vocab_size)
+            if any(token not in known for token in text.token_ids):
+                told = f"the server's token ids reach beyond the reference's {known.stop} tokens"
+                return Judged((), unsure=f"{told}: it has another tokenizer")
             return self._judged(prompt_ids, text, text.token_ids, max_tokens, unsure="")
         ids, unsure = self._tokenised(text)
         if ids is None:

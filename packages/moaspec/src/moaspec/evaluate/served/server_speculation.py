@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})? +([0-9.eE+-]+)", re.MULTILINE)
 DRAFTS, DRAFTED, ACCEPTED = (
     "vllm:spec_decode_num_drafts_total",
     "vllm:spec_decode_num_draft_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_total",
 )
 """Counters of vLLM's, which `moaspec serve` has too."""
+_SAMPLE = re.compile(
+    rf"^({DRAFTS}|{DRAFTED}|{ACCEPTED})(?:\{{[^}}]*\}})? +"
+    r"(\d{1,18}(?:\.\d*)?(?:[eE]\+?\d{1,2})?)\s",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def read_speculation(answer: Mapping[str, Any]) -> Speculation:
 def read_counters(text: str) -> Speculation:
     """The counts of a whole server since its start, from its page of metrics."""
     totals: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(text):
+    for name, value in _SAMPLE.findall(f"{text}\n"):
         totals[name] = totals.get(name, 0.0) + float(value)
     rounds, accepted = int(totals.get(DRAFTS, 0)), int(totals.get(ACCEPTED, 0))
     return Speculation(rounds, rounds + accepted, int(totals.get(DRAFTED, 0)), accepted)
