@@ -90,7 +90,10 @@ def usable_config(drafter: str) -> dict[str, Any]:
 
 def recorded_target(drafter: str, config: Mapping[str, Any]) -> str:
     """The target that a drafter's `config.json` names; MismatchError if it names none."""
-    name = config.get("training", {}).get("config", {}).get("target")
+    try:
+        name = config["training"]["config"]["target"]
+    except (LookupError, TypeError):
+        name = None
     if not isinstance(name, str):
         verifier = read_verifier(config)
         name = verifier and verifier.name

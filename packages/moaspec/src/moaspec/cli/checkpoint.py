@@ -78,10 +78,11 @@ def convert(
     if to == "moaspec":
         drafter = recorded(drafter, target.identity, num_target_layers or 0)
         recorded_json = read_config(directory)
+        training = recorded_json.get("training")
         save_drafter(
             drafter,
             out,
-            training=recorded_json.get("training"),
+            training=training if isinstance(training, dict) else None,
             verifier=read_verifier(recorded_json) or named_verifier(model, target.config),
             int8=bits is not None,
         )
