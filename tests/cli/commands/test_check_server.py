@@ -277,6 +277,22 @@ def test_a_server_that_breaks_off(cli: Cli, served: serving.Served, model: Path)
     assert 0 < found["texts"] < 8
 
 
+def test_ids_that_the_reference_lacks_are_not_judged(
+    cli: Cli, served: serving.Served, model: Path
+) -> None:
+    """Those of a server with another tokenizer: exit code 1 would say that a token is wrong."""
+
+    def other(_path: str, _asked: Fields, answer: Fields) -> Fields:
+        for choice in answer.get("choices", ()):
+            if choice.get("token_ids"):
+                choice["token_ids"] = [10**12, *choice["token_ids"][1:]]
+        return answer
+
+    with proxy(served.url, other) as url:
+        found = checked(cli, url, model, 2)
+    assert (found["verdict"], found["tokens"]) == ("unknown", 0)
+
+
 def test_drafts_are_counted_by_metrics(cli: Cli, served: serving.Served, model: Path) -> None:
     """Of a server whose answers do not tell, as vLLM's by default."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import endpoints
 import serving
 from commands import Cli
+from endpoints import Fields
 from moaspec.evaluate.served.server_speculation import Speculation, read_counters, read_speculation
 
 pytestmark = pytest.mark.slow
@@ -42,6 +45,30 @@ def test_two_servers(cli: Cli, urls: list[str], tmp_path: Path) -> None:
     assert every["acceptance"][1] is None
     assert every["ratio"] > 0
     assert "--endpoints goes with" in cli("eval", "--endpoints", *urls, "--temperature", "1").err
+
+
+def test_answers_before_a_server_breaks_off_are_kept(
+    cli: Cli, urls: list[str], tmp_path: Path
+) -> None:
+    asked = count(1)
+    whole = {
+        "choices": [{"text": "a", "message": {"content": "a"}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+    }
+
+    def answer(_: Fields) -> tuple[int, Any]:
+        return (200, whole) if next(asked) < 3 else (500, {})
+
+    with endpoints.fake(answer) as broken:
+        out = ("--limit", "4", "--max-new-tokens", "4", "--out", str(tmp_path / "out"))
+        output = cli("eval", "--endpoints", urls[0], broken, *out)
+    assert output.code == 1
+    found = json.loads((tmp_path / "out" / "endpoints.json").read_text())
+    assert not found["complete"]
+    assert 0 < len(found["answers"]) < 8
+    (tmp_path / "file").touch()
+    refused = cli("eval", "--endpoints", *urls, "--limit", "1", "--out", str(tmp_path / "file"))
+    assert refused.code == 2
 
 
 def test_counts_agree(urls: list[str]) -> None:

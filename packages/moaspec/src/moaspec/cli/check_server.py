@@ -214,7 +214,7 @@ def _finish(check: ServerCheck, about: dict[str, Any], out: Path | None, *, as_j
             console.print_wrapped(cause)
         style = {"right": "green", "wrong": "bold red", "unknown": ""}[result.verdict]
         if not about["complete"]:
-            console.print_wrapped("The check broke off: the verdict is of the texts until then.")
+            console.print_wrapped(check_report.BROKE_OFF)
         console.print_wrapped(check_report.verdict_line(result), style)
         if out is not None:
             console.out.print(f"Report: {out / 'check.md'}")

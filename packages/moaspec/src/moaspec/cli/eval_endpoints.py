@@ -14,9 +14,11 @@ from moaspec_core.cli import options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.progress_bar import ProgressBar
 from moaspec_core.cli.terminal.table import Table, show_table
+from moaspec_core.errors import ServerError
 
 if TYPE_CHECKING:
     from moaspec.evaluate.prompt_suites import Prompt
+    from moaspec.evaluate.served.asked_server import AskedServer
     from moaspec.evaluate.served.endpoint_race import CategoryResult, EndpointAnswer
 
 FILE = "endpoints.json"
@@ -42,12 +44,45 @@ def compare_endpoints(
     *,
     as_json: bool,
 ) -> None:
-    """Ask, print and write `FILE`."""
+    """Ask, print and write `FILE`; what was answered is kept if a server breaks off."""
+    if out is not None:
+        from moaspec.evaluate.results_store import make_results_directory
+
+        make_results_directory(out)
     from moaspec.evaluate.served.asked_server import AskedServer
-    from moaspec.evaluate.served.endpoint_race import by_category, race
-    from moaspec.http_client import BlockingLoop
+    from moaspec.evaluate.served.endpoint_race import by_category
 
     servers = [AskedServer(url, key=options.sent_api_key()) for url in urls]
+    answers, stopped = _answers(servers, prompts, max_new_tokens)
+    found = by_category(answers)
+    info = {
+        "endpoints": [
+            {"url": url, "owner": server.owner, "model": server.model}
+            for url, server in zip(urls, servers, strict=True)
+        ],
+        "max_new_tokens": max_new_tokens,
+        "complete": stopped is None,
+        "categories": [asdict(one) for one in found],
+        "answers": [asdict(one) for one in answers],
+    }
+    if out is not None:
+        from moaspec.evaluate.results_store import write_whole
+
+        write_whole(out / FILE, json.dumps(info, indent=1) + "\n")
+    _show(info, found, as_json=as_json)
+    if isinstance(stopped, ServerError):
+        raise stopped
+    if stopped is not None:
+        raise typer.Exit(130)
+
+
+def _answers(
+    servers: Sequence[AskedServer], prompts: Sequence[Prompt], max_new_tokens: int
+) -> tuple[list[EndpointAnswer], BaseException | None]:
+    """The answers, and what ended them early: an interrupt, or a server after its first answer."""
+    from moaspec.evaluate.served.endpoint_race import race
+    from moaspec.http_client import BlockingLoop
+
     answers: list[EndpointAnswer] = []
 
     async def work(bar: ProgressBar) -> None:
@@ -57,41 +92,31 @@ def compare_endpoints(
             answers.append(answer)
             bar.advance()
 
-    loop, whole = BlockingLoop(), True
+    loop = BlockingLoop()
     try:
         with ProgressBar("measuring", len(prompts) * len(servers)) as bar:
             loop.run(work(bar))
-    except KeyboardInterrupt:
-        whole = False
+    except KeyboardInterrupt as interrupt:
         console.warn(f"Stopped after {len(answers)} answers.")
+        return answers, interrupt
+    except ServerError as error:
+        if not answers:
+            raise
+        return answers, error
     finally:
         for server in servers:
             loop.run(server.close())
         loop.close()
-    found = by_category(answers)
-    info = {
-        "endpoints": [
-            {"url": url, "owner": server.owner, "model": server.model}
-            for url, server in zip(urls, servers, strict=True)
-        ],
-        "max_new_tokens": max_new_tokens,
-        "complete": whole,
-        "categories": [asdict(one) for one in found],
-        "answers": [asdict(one) for one in answers],
-    }
-    if out is not None:
-        from moaspec.evaluate.results_store import make_results_directory, write_whole
+    return answers, None
 
-        make_results_directory(out)
-        write_whole(out / FILE, json.dumps(info, indent=1) + "\n")
+
+def _show(info: dict[str, Any], found: Sequence[CategoryResult], *, as_json: bool) -> None:
     if as_json:
         console.out.print(json.dumps(info))
     else:
-        for letter, one in zip("AB", info["endpoints"], strict=True):  # type: ignore[call-overload]
+        for letter, one in zip("AB", info["endpoints"], strict=True):
             console.print_wrapped(f"{letter}: {one['url']} ({one['owner']}, {one['model']})")
         show_table(Table(HEADINGS, [_row(one) for one in found]))
-    if not whole:
-        raise typer.Exit(130)
 
 
 def _row(one: CategoryResult) -> tuple[str, ...]:

@@ -102,12 +102,16 @@ def _fault(one: CheckedAnswer) -> dict[str, Any]:
     }
 
 
+BROKE_OFF = "The check broke off: the verdict is of the texts until then."
+
+
 def markdown(result: ServerResult, about: dict[str, Any]) -> str:
     """A page about the check."""
     lines = [
         f"# {about['url']}",
         "",
         f"**{verdict_line(result)}**",
+        *(() if about["complete"] else ("", BROKE_OFF)),
         "",
         f"Server: {about['owner'] or 'unknown'}, model {about['server_model']}. Reference: "
         f"{about['reference']} in {about['dtype']}. Seed {about['seed']}. {RULE}",
