@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import transformers
+from torch import Tensor
 
 import moaspec
 from moaspec import Target
@@ -103,3 +104,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles, as JSON."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return {"median": middle, "low": low, "high": high}
+
+
+def log_probabilities(target: Target, ids_T: Tensor) -> Tensor:
+    """Of the token after each, (T, V) float32."""
+    with torch.inference_mode():
+        passed = target.capture(ids_T[None], torch.ones_like(ids_T[None]))
+        return target.head(passed.hidden_BTE[0]).float().log_softmax(-1)
+
+
+def distances(right_TV: Tensor, found_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token, the KL divergence in nats, and whether another token is the most likely."""
+    kl_T = (right_TV.exp() * (right_TV - found_TV)).sum(-1)
+    return kl_T.double(), (right_TV.argmax(-1) != found_TV.argmax(-1)).double()

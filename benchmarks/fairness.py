@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -440,22 +440,33 @@ async def main(args: argparse.Namespace) -> None:
             seen = await beside(server, name, args.seconds)
             rows.append(row(name, seen, quiet, server))
     found = {"model": MODEL, "machine": machine(torch.device("cpu")), "rows": rows}
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1))
     print(table(rows))
+    report(found, args.out)
+
+
+def server_parser(description: str, port: int) -> argparse.ArgumentParser:
+    """Options of what starts a server."""
+    options = argparse.ArgumentParser(description=description.splitlines()[0])
+    options.add_argument("--port", type=int, default=port)
+    options.add_argument("--out", type=Path, help="File for the result.")
+    options.add_argument(
+        "--options", type=shlex.split, default="--threads 1", help='Of the server: --options="..."'
+    )
+    return options
+
+
+def report(found: Mapping[str, Any], out: Path | None) -> None:
+    """Print a result, and write it."""
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = server_parser(__doc__, 8137)
     parser.add_argument("model")
     parser.add_argument("--floods", nargs="+", choices=FLOODS, default=[*FLOODS])
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--port", type=int, default=8137)
-    parser.add_argument("--out", type=Path, help="File for the result.")
-    parser.add_argument(
-        "--options", type=shlex.split, default="--threads 1", help='Of the server: --options="..."'
-    )
     arguments = parser.parse_args()
     MODEL = arguments.model
     asyncio.run(main(arguments))

@@ -26,7 +26,7 @@ from typing import Any
 
 import gguf
 import torch
-from common import parser, setting
+from common import distances, log_probabilities, parser, setting
 from gguf import GGMLQuantizationType, quants
 from llamacpp import LlamaCpp
 from torch import Tensor
@@ -135,20 +135,12 @@ def _distance(target: Target, file: Path, ids_T: Tensor) -> tuple[float, float]:
     """Mean KL divergence from float32, in nats, and the share of other most likely tokens."""
     dequantised = f"{file.stem}-*/*.safetensors"
     kept = set(cache_dir().glob(dequantised))
-    right_TV = _log_probabilities(load_target(str(file), dtype="float32"), ids_T)
+    right_TV = log_probabilities(load_target(str(file), dtype="float32"), ids_T)
     for path in set(cache_dir().glob(dequantised)) - kept:
         path.unlink()
-    found_TV = _log_probabilities(target, ids_T)
-    kl = (right_TV.exp() * (right_TV - found_TV)).sum(-1).mean()
-    changed = (right_TV.argmax(-1) != found_TV.argmax(-1)).double().mean()
-    return float(kl), float(changed)
-
-
-def _log_probabilities(target: Target, ids_T: Tensor) -> Tensor:
-    """Of the token after each, (T, V) float32."""
-    with torch.inference_mode():
-        passed = target.capture(ids_T[None], torch.ones_like(ids_T[None]))
-        return target.head(passed.hidden_BTE[0]).float().log_softmax(-1)
+    found_TV = log_probabilities(target, ids_T)
+    kl_T, changed_T = distances(right_TV, found_TV)
+    return float(kl_T.mean()), float(changed_T.mean())
 
 
 def _resident_mb() -> float:

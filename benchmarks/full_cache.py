@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import random
-import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,7 @@ async def honest(server: Server, text: str) -> str:
 
 def main() -> None:
     """Run one part and print its result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = fairness.server_parser(__doc__, 8138)
     parts = {"memory": memory, "equal": equal, "faults": faults}
     parser.add_argument("part", choices=parts)
     parser.add_argument("model")
@@ -213,17 +212,10 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=20.0, help="Of faults: seconds of a flood.")
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=8138)
-    parser.add_argument("--out", type=Path, help="File for the result.")
-    parser.add_argument(
-        "--options", type=shlex.split, default="--threads 1", help='Of the server: --options="..."'
-    )
     args = parser.parse_args()
     fairness.MODEL = args.model
     found = {"part": args.part, "model": args.model, "result": asyncio.run(parts[args.part](args))}
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1))
-    print(json.dumps(found))
+    fairness.report(found, args.out)
 
 
 if __name__ == "__main__":

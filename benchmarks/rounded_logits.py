@@ -3,7 +3,7 @@
 Texts are this repository's pages and code, 512 tokens at a time. A line for each text has the means
 so far: KL divergence in nats, and the share of tokens whose most likely next token is another one.
 
-    python lab/rounded_logits.py --model qwen2.5-coder-0.5b --tokens 20000 --threads 2
+    python benchmarks/rounded_logits.py --model qwen2.5-coder-0.5b --tokens 20000 --threads 2
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import distances, log_probabilities
 from torch import Tensor
 
 from moaspec import Target, load_target
@@ -40,22 +41,13 @@ def main() -> None:
         right_TV = log_probabilities(reference, ids)
         for name, target in others.items():
             found_TV = log_probabilities(target, ids)
-            divergence_T = (right_TV.exp() * (right_TV - found_TV)).sum(-1)
-            changed_T = right_TV.argmax(-1) != found_TV.argmax(-1)
-            sums[name] += torch.stack([divergence_T.double().sum(), changed_T.double().sum()])
+            sums[name] += torch.stack([each_T.sum() for each_T in distances(right_TV, found_TV)])
         counted = number * LENGTH
         told = [
             f"{name}: KL {float(kl) / counted:.2e}, changed {float(changed) / counted:.2%}"
             for name, (kl, changed) in sums.items()
         ]
         print(f"{counted} tokens; " + "; ".join(told), flush=True)
-
-
-def log_probabilities(target: Target, ids: Tensor) -> Tensor:
-    """Of the token after each, (T, V) float32."""
-    with torch.inference_mode():
-        passed = target.capture(ids[None], torch.ones_like(ids[None]))
-        return target.head(passed.hidden_BTE[0]).float().log_softmax(-1)
 
 
 def _texts(target: Target, count: int) -> list[Tensor]:
