@@ -86,14 +86,14 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
         return {}
     from moaspec_vllm.proposer import ACTIVE, FAILURES
 
-    layer = parts.cross_attention.attention
+    layer, drafter = parts.cross_attention.attention, proposer._drafter
     return {
         "drafter backend": layer.attn_backend.get_name(),
         "drafter cache": str(layer.kv_cache.dtype).removeprefix("torch."),
         "drafter cache lies": "by token"
         if layer.kv_cache.stride(1) < layer.kv_cache.stride(2)
         else "by head",
-        "drafter graphs": getattr(proposer._drafter, "num_graphs", 0),
+        "drafter graphs": 0 if drafter is None else drafter.num_graphs,
         "failures": FAILURES._value.get(),
         "drafts at the end": bool(ACTIVE._value.get()),
     }
