@@ -48,16 +48,6 @@ def test_an_index_that_grew_is_one_that_was_built_at_once(
     assert whole.longest(3, 6)[0] == (min(longest, 6) if longest > 1 else 0)
 
 
-def test_another_text_replaces_the_first() -> None:
-    index = NgramIndex((2,))
-    index.extend([1, 2, 3, 1, 2])
-    assert index.paths(Chain(1)) == [(3,)]
-    index.extend([1, 2, 9, 1, 2, 7])
-    assert index.paths(Chain(1)) == []
-    index.extend([1, 2, 9, 1, 2])
-    assert index.paths(Chain(1)) == [(9,)]
-
-
 def test_an_index_finds_the_longest_end_of_the_text() -> None:
     index = NgramIndex(SIZES)
     index.extend([1, 2, 3, 4, 9, 5, 3, 4, 7, 2, 3, 4])

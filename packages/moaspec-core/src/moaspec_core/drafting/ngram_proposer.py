@@ -29,9 +29,6 @@ class NgramIndex:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
-        self._clear()
-
-    def _clear(self) -> None:
         self._text: list[int] = []
         # Of each size: the last n-gram, the position after the latest occurrence of each n-gram,
         # and for each position the one before it that follows the same n-gram; -1: none.
@@ -39,10 +36,12 @@ class NgramIndex:
         self._latest: list[dict[int, int]] = [{} for _ in self._sizes]
         self._earlier = [array("i") for _ in self._sizes]
 
+    def indexes(self, token_ids: Sequence[int]) -> bool:
+        """Whether a text begins with the indexed one."""
+        return list(token_ids[: len(self._text)]) == self._text
+
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Index the new tokens of a text; a text that changed is indexed again as a whole."""
-        if list(token_ids[: len(self._text)]) != self._text:
-            self._clear()
+        """Index the new tokens of a text that begins with the indexed one."""
         text, ends = self._text, self._ends
         parts = [*zip(self._sizes, self._latest, self._earlier, strict=True)]
         for token in token_ids[len(text) :]:
@@ -121,21 +120,22 @@ class NgramProposer(TextProposer):
 
     def propose(self, requests: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         """Draft for every request; only the new tokens of each are indexed."""
-        return [
-            self._draft(
-                self._indices.setdefault(request.cache_row, NgramIndex(self._sizes)), request, shape
-            )
-            for request in requests
-        ]
+        return [self._draft(self._index(one), one.token_ids, shape) for one in requests]
+
+    def _index(self, request: RequestText) -> NgramIndex:
+        index = self._indices.get(request.cache_row)
+        if index is None or not index.indexes(request.token_ids):
+            index = self._indices[request.cache_row] = NgramIndex(self._sizes)
+        return index
 
     @staticmethod
-    def _draft(index: NgramIndex, request: RequestText, shape: Tree) -> DraftTree:
-        index.extend(request.token_ids)
+    def _draft(index: NgramIndex, token_ids: Sequence[int], shape: Tree) -> DraftTree:
+        index.extend(token_ids)
         return merged(index.paths(shape), shape.total_tokens)
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
         """The continuations found, as one tree."""
-        return self._draft(NgramIndex(self._sizes), RequestText(0, token_ids), shape)
+        return self._draft(NgramIndex(self._sizes), token_ids, shape)
 
     def close(self, row: int) -> None:
         self._indices.pop(row, None)

@@ -21,6 +21,11 @@ FIRST_INTERVAL, INTERVAL = 2, 48
 """Rounds with drafts after which plain ones are made to compare them with: at first, and later."""
 
 NEIGHBOURS = 2  # plain rounds that are made then, and rounds before and after that are compared
+HIDDEN_COST = 0.2
+"""What drafts cost beyond the difference of neighbouring rounds, as a share of it: they displace
+weights of the target in the processor's caches, which slows the plain rounds next to them, too.
+Measured: 0.19 to 0.3 ("Plain rounds beside drafted ones", lab/log/performance.md)."""
+
 NEAR_S = 2.0  # rounds further apart are not compared: other processes may have come or gone
 TRUST = 1.0
 """Weight of the table among comparisons; the weight of each is what its drafts cost by the table,
@@ -116,7 +121,7 @@ class ObservedTimes:
         self.excess = min(max(_weighted_median(share), LEAST_EXCESS), MOST_EXCESS)
 
     def _add(self, drafted: RoundTime, plain_slowness: float) -> None:
-        excess = drafted.slowness / plain_slowness - 1.0
+        excess = (1.0 + HIDDEN_COST) * (drafted.slowness / plain_slowness - 1.0)
         self._compared.append((excess, drafted.expected_s / drafted.plain_s - 1.0))
 
 

@@ -11,7 +11,13 @@ import pytest
 from costs import table
 from moaspec_core.drafting.draft_tree import DraftTree, Tree
 from moaspec_core.policy.cost_model import CostTable, KnownCosts
-from moaspec_core.policy.observed_times import FIRST_COMPARED, INTERVAL, ObservedTimes, RoundTime
+from moaspec_core.policy.observed_times import (
+    FIRST_COMPARED,
+    INTERVAL,
+    NEIGHBOURS,
+    ObservedTimes,
+    RoundTime,
+)
 from moaspec_core.policy.policies import AdaptivePolicy
 
 ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)
@@ -21,6 +27,9 @@ SLOPED = table(
 """A machine on which a round with a few drafts takes some 1.3 times as long as a plain one."""
 
 PROMISED = 1.03
+DISPLACED = 0.1
+"""Of the time that drafts add to a round, the share that they also add to plain rounds after it."""
+
 CONSTANT = 8.0
 """Plain rounds that a text may lose besides: those in which a wrong table is found out."""
 
@@ -42,6 +51,7 @@ class Machine:
     now_s: float = 0.0
     plain_s: float = 0.0  # what plain decoding would have taken
     rounds: list[int] = field(default_factory=list)  # tokens that each row's round verified
+    _added_s: float = 0.0  # by drafts, in the latest round that had any
 
     def __post_init__(self) -> None:
         self._draws = random.Random(self.seed)
@@ -78,6 +88,9 @@ class Machine:
         if drafts:
             levels = max(tree.levels for tree in trees)
             seconds += self.costs.draft_s(levels, 1, rows)
+            self._added_s = seconds - rows * self.costs.plain_s(lengths[0], rows)
+        elif any(self.rounds[-NEIGHBOURS:]):
+            seconds += DISPLACED * self._added_s
         plain_s = 0.0
         for i, (policy, tree) in enumerate(zip(policies, trees, strict=True)):
             right = 0
