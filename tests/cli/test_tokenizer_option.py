@@ -93,11 +93,14 @@ def test_writing_and_training_take_a_template(cli: Cli, tmp_path: Path) -> None:
     row = json.loads(out.read_text())
     tokenizer = read_tokenizer(gguf_files.byte_level("qwen2"), name="x")
     assert tokenizer.decode(row["prompt_ids"]) == "<<a>>"
-    other = tmp_path / "other.jinja"
-    other.write_text("{% for message in messages %}({{ message.content }}){% endfor %}")
-    resumed = cli(*asked, *words, "--chat-template", str(other))
+    moved = tmp_path / "moved.jinja"
+    moved.write_text(template.read_text())
+    assert cli(*asked, *words, "--chat-template", str(moved)).code == 0
+    moved.write_text("{% for message in messages %}({{ message.content }}){% endfor %}")
+    resumed = cli(*asked, *words, "--chat-template", str(moved))
     assert resumed.code == 2
     assert "chat_template" in " ".join(resumed.err.split())
+    assert json.loads(out.read_text()) == row
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     prompts.write_text(json.dumps({"messages": talk}))
     config = tmp_path / "run.yaml"

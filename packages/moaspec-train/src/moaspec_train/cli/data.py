@@ -89,7 +89,7 @@ def synth_command(
             bar.note(prompts, f"{samples - prompts} of {samples} samples discarded")
 
         settings = writer.settings(num=num, system_prompts=systems, drafter=options.drafter)
-        settings |= options.replaced
+        settings |= options.recorded(writer.target)
         with (
             Journal(options.out, settings) as journal,
             bar.stoppable(journal, lambda: writer.finished),
@@ -171,7 +171,7 @@ def regenerate_command(
     ):
         writer.connect(short_prompt(spec, conversations))
         settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
-        settings |= options.replaced
+        settings |= options.recorded(writer.target)
         with (
             Journal(options.out, settings) as journal,
             bar.stoppable(journal, lambda: writer.finished),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -88,7 +89,9 @@ class WritingOptions:
         batch = BATCH if self.batch is None else self.batch
         options = WriterOptions(batch_size=batch, group_size=GROUP_SIZE, **sampling)
         asked = {name: value for name, value in asdict(options).items() if value is not None}
-        known = {"target": self.model, "drafter": self.drafter, **self.replaced, **asked}
+        known = {"target": self.model, "drafter": self.drafter, **asked}
+        if self.tokenizer is not None:
+            known["tokenizer"] = self.tokenizer
         context.with_resource(writing(self.out))
         resumed(self.out, known, complete=False)  # refuses the file of another run
         return options, seconds
@@ -98,6 +101,14 @@ class WritingOptions:
         """What is read in place of the target's own tokenizer and chat template."""
         own = {"tokenizer": self.tokenizer, "chat_template": self.chat_template}
         return {name: value for name, value in own.items() if value is not None}
+
+    def recorded(self, target: TargetSpec) -> dict[str, str]:
+        """`replaced` as the file records it: the template by its text, which may change."""
+        found = self.replaced
+        if self.chat_template is not None:
+            template = str(cast("Any", target.tokenizer).chat_template)
+            found["chat_template"] = f"SHA-256 {sha256(template.encode()).hexdigest()[:16]}"
+        return found
 
     def systems(self) -> list[str]:
         path = self.system_prompts
