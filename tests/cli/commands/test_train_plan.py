@@ -117,6 +117,20 @@ def test_a_launcher_that_does_not_say_where(
     assert "$MASTER_ADDR" in done.error
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [("prompts=[{data}]", "answered with --continuous"), ("quantize=inputs", "is for writing")],
+)
+def test_settings_of_writing_go_with_continuous(
+    setting: str, said: str, cli: Cli, model: str, data: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"target: {model}\ndata: [{data}]\noutput: {tmp_path / 'run'}\n")
+    refused = cli("train", str(config), setting.format(data=data))
+    assert refused.code == 2
+    assert said in refused.error
+
+
 def test_no_data(cli: Cli, model: str, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"target: {model}\ndata: []\noutput: {tmp_path / 'run'}\n")

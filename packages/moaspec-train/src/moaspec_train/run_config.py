@@ -117,6 +117,9 @@ class TrainConfig:
         threads: torch threads; 0 leaves torch's default.
         device: "cpu" or "cuda"; each process takes a GPU of its own.
         target_dtype: of the target's weights, a dtype of `load_target`.
+        quantize: "inputs" rounds what the weights of a GGUF target are multiplied with to 8 bits,
+            see `load_target`: it writes faster, texts and states of the rounded target; only with
+            `--continuous`.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
         sharding: "fsdp" shards weights, gradients and optimiser state over the processes, "none"
             nothing (DDP).
@@ -167,6 +170,7 @@ class TrainConfig:
     threads: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
     target_dtype: TargetDtype = "float32"
+    quantize: Literal["", "inputs"] = ""
     # YAML reads an unquoted no as false.
     mixed_precision: Annotated[
         Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)

@@ -55,6 +55,8 @@ class ContinuousOptions:
             raise InputError("--disk goes with --continuous, which writes answers.")
         elif settings.prompts:
             raise InputError("prompts are answered with --continuous only: add it, or drop them.")
+        elif settings.quantize:
+            raise InputError("quantize is for writing with --continuous: add it, or drop quantize.")
 
     def _disk_bytes(self) -> float:
         return math.inf if self.disk is None else parse_size(self.disk)

@@ -104,6 +104,7 @@ def train(
                 dtype=settings.target_dtype,
                 device=str(accelerator.device),
                 packed=continuously.continuous,
+                quantize=settings.quantize or None,
                 adapter=settings.adapter or None,
                 tokenizer=settings.tokenizer or None,
                 chat_template=settings.chat_template or None,
