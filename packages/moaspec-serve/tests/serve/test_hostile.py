@@ -520,6 +520,23 @@ def test_connections_of_one_address_are_bounded(monkeypatch: pytest.MonkeyPatch)
             one.close()
 
 
+def test_connections_beyond_all_are_refused_and_earlier_ones_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one client's connections would stop those of all others."""
+    monkeypatch.setattr(limits, "MAX_HTTP_CONNECTIONS", 3)
+    with serving.serving(serving.source(drafter=False)) as served, contextlib.ExitStack() as held:
+        clients = [held.enter_context(served.http()) for _ in range(4)]
+        assert [one.get("/health").status_code for one in clients] == [200, 200, 200, 503]
+        refused = clients[3].get("/v1/models")
+        assert "3 connections, as many as it takes" in error(refused, 503)["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        assert clients[0].get("/health").status_code == 200
+        clients[0].close()
+        time.sleep(0.1)
+        assert clients[3].get("/health").status_code == 200
+
+
 @pytest.mark.slow
 def test_wrong_keys_are_answered_late(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WRONG_TOKEN_S", 1.0)

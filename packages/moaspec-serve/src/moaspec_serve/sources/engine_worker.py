@@ -18,7 +18,7 @@ from moaspec_core.engine.cache_room import CacheRoom, CacheRow
 from moaspec_core.engine.engine import Engine, context_message
 from moaspec_core.engine.request_state import Event, GenerationResult
 from moaspec_core.engine.scheduler import STEP_S, Work
-from moaspec_core.errors import BusyError, ContextError, InputError
+from moaspec_core.errors import ContextError, InputError, ServerError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.process_memory import end_idle_threads, return_freed_memory
 from moaspec_core.sampling.token_ids import common_length
@@ -27,6 +27,7 @@ from moaspec_serve.sources.source import (
     Load,
     OwnerWork,
     Places,
+    RecentMean,
     SourceLimits,
     StepCounts,
     Update,
@@ -38,9 +39,6 @@ LOG = logging.getLogger("moaspec.sources.engine_worker")
 
 SPARE_SLOTS = 64
 """Slots of a row behind its text: a tree of drafts."""
-
-MEAN = 0.1
-"""Weight of the newest text in the mean length of answers."""
 
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
@@ -149,7 +147,7 @@ class EngineWorker:
         self._high = (0, 0)
         self._used_s = time.monotonic()  # when the newest command came or the last step ended
         self._places = Places("server", limits, self._wait_s)
-        self._mean_tokens = 0.0  # of texts that ended; 0: none did
+        self._mean_tokens = RecentMean()  # of texts that ended
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
@@ -158,7 +156,7 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the current step; unfinished jobs get a `BusyError`."""
+        """Stop after the current step; unfinished jobs get a `ServerError`."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -224,7 +222,7 @@ class EngineWorker:
         """Seconds of the target that a text probably still needs, in a batch with the others."""
         written, most = len(queued.result.token_ids), queued.job.max_new_tokens
         costs, prompt = self._engine.scheduler, len(queued.job.prompt_ids)
-        left = max(1, min(most, self._mean_tokens or most) - written)
+        left = max(1, min(most, self._mean_tokens.value or most) - written)
         rows = max(1, len(self._active))
         round_s = costs.rounds.seconds(rows, prompt + written) / rows
         read_s = 0.0 if written else costs.reading.seconds(prompt, prompt / 2)
@@ -275,7 +273,7 @@ class EngineWorker:
                 break
             command()
         for queued in [*self._active.values(), *self._waiting]:
-            self._end(queued, BusyError("The server is shutting down."))
+            self._end(queued, ServerError("The server is shutting down."))
         self._engine.abort_all()
 
     @property
@@ -486,8 +484,7 @@ class EngineWorker:
             num_reused_tokens=queued.result.num_reused_tokens,
         )
         if event.stop_reason is not None:
-            ended = len(queued.result.token_ids)
-            self._mean_tokens += (ended - self._mean_tokens) * (MEAN if self._mean_tokens else 1)
+            self._mean_tokens.add(len(queued.result.token_ids))
             free = not (queued.job.sampling.changes_logits or queued.job.ignore_eos)
             if self._on_text is not None and free:
                 self._on_text(queued.job.prompt_ids, queued.result.token_ids)

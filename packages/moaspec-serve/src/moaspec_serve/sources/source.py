@@ -176,7 +176,7 @@ class TextSource(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all jobs with `BusyError` and free everything."""
+        """End all jobs with `ServerError` and free everything."""
         ...
 
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
@@ -268,7 +268,7 @@ class Places:
         self,
         where: str,
         limits: SourceLimits,
-        wait_s: Callable[[str, int], float] = lambda _client, _number: 1.0,
+        wait_s: Callable[[str, int], float],
     ) -> None:
         self._where, self._total, self._wait_s = where, limits.places, wait_s
         self._lock = threading.Lock()
@@ -315,6 +315,18 @@ class Places:
         with self._lock:
             self._taken[client] -= 1
             self._taken += Counter()  # drops clients without texts
+
+
+class RecentMean:
+    """A mean in which newer values weigh more; 0 before the first one."""
+
+    WEIGHT = 0.1
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self.value += (value - self.value) * (self.WEIGHT if self.value else 1.0)
 
 
 def client_share(places: int, client: str) -> int:

@@ -19,7 +19,7 @@ import serving
 from costs import rated, watch_reused
 from moaspec.generation.renewal import Renewal
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_core.errors import BusyError, InputError
+from moaspec_core.errors import BusyError, InputError, ServerError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.sampling.params import SamplingParams
 from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
@@ -95,7 +95,7 @@ def test_unfinished_jobs_get_an_error() -> None:
     source._worker.submit([one for one, _ in batch])
     source._worker.stop()
     ends = [last(updates) for _, updates in batch]
-    assert all(isinstance(one, BusyError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
+    assert all(isinstance(one, ServerError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
 
 
 def test_a_key_has_a_share_of_the_places() -> None:
