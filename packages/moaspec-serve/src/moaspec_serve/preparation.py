@@ -4,6 +4,10 @@ Each client has at most one request in preparation, and none after it has discon
 """
 
 import asyncio
+import contextlib
+import os
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +24,9 @@ from moaspec_serve.sources.source import RecentMean
 
 T = TypeVar("T")
 
+NICENESS = 5
+"""Of the threads: beside a busy core they have a quarter of it."""
+
 
 class PreparationPool:
     """A thread pool that all requests share, with a queue per client.
@@ -35,7 +42,9 @@ class PreparationPool:
         threads: int = limits.MAX_PREPARING,
     ) -> None:
         self._max_waiting = max(max_waiting, limits.MAX_PREPARING_WAITING)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
+        self._pool = ThreadPoolExecutor(
+            threads, thread_name_prefix="prepare", initializer=_leave_cores_to_steps
+        )
         self._num_threads, self._threads = threads, asyncio.Semaphore(threads)
         self._mean_s = RecentMean()  # of a request's preparation
         self._waiting: Counter[str] = Counter()
@@ -91,6 +100,13 @@ class PreparationPool:
             if not self._waiting[client]:
                 del self._waiting[client]
                 self._locks.pop(client, None)
+
+
+def _leave_cores_to_steps() -> None:
+    """Lower this thread's priority: requests that are sent and left again would slow down texts."""
+    if sys.platform == "linux":  # elsewhere threads have no priority of their own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def client_of(request: Request) -> str:

@@ -310,7 +310,9 @@ class TargetService:
             raise NoRoomError("The server is stopping; ask another one.")
         rows, own = self.shared.num_rows, self.shared.rows_of(owner)
         if rows >= self._room.max_sessions:
-            raise NoRoomError(f"This server has {rows} texts, as many as it takes (--max-sessions).")
+            raise NoRoomError(
+                f"This server has {rows} texts, as many as it takes (--max-sessions)."
+            )
         if own >= self._room.share_of(owner):
             raise NoRoomError(f"These credentials have {own} texts, as many as they may have.")
         with self._count_text():

@@ -44,6 +44,7 @@ class Job:
     client: str = ""  # key whose share of the server it uses; "" if there are not several keys
     request: str = ""  # its request, which takes turns of its own if there are not several keys
     priority: int = 0  # among the jobs of one owner the lowest comes first
+    scored: bool = False  # whether log-probabilities of the prompt are wanted too
 
     @property
     def owner(self) -> str:
@@ -75,6 +76,7 @@ class Update:
     provisional: tuple[int, ...] = ()  # all unverified tokens after the final text
     stop_reason: StopReason | None = None  # set on the last update
     num_reused_tokens: int = 0  # prompt tokens found in a cache
+    scores: TextLogprobs | None = None  # of the prompt, with its first token, if wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ class OwnerWork:
     waiting: int = 0  # texts that wait for a place
     read_tokens: int = 0  # of prompts, and of texts that were set back; since the start
     written_tokens: int = 0  # since the start
-    cache_bytes: int = 0  # keys and values
+    cache_bytes: int = 0  # keys and values, those of ended texts included that are kept
 
 
 @dataclass(frozen=True, kw_only=True)

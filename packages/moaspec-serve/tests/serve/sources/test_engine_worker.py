@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import queue
@@ -213,6 +214,51 @@ def test_a_refusal_says_when_to_come_back() -> None:
     assert one_is_short == pytest.approx(short)
     own = retry_s("a", 4000, 400, 4000, 400)  # both texts of the key must go on to make room
     assert own > retry_s("b", 4000, 400, 4000, 400)
+
+
+def test_prompts_that_are_scored_take_turns_with_texts() -> None:
+    """Else many of them, or a long one, would hold up all others."""
+    source, order = serving.source(active=64), list[str]()
+
+    async def score(first: int) -> None:
+        prompt = tuple((first + number) % 250 for number in range(400))
+        sampling = SamplingParams(logprobs=True)
+        job = Job(prompt_ids=prompt, max_new_tokens=1, sampling=sampling, client="mallory")
+        (found,) = await source.score([job])
+        assert len(found.logprobs) == len(prompt) - 1
+        order.append("mallory")
+
+    async def run() -> None:
+        scored = [asyncio.create_task(score(first)) for first in range(24)]
+        await asyncio.sleep(0)
+        one, ended = long_job("alice", 1, 2)
+        source._worker.submit([one])
+        await source.start()
+        await asyncio.to_thread(last, ended)
+        order.append("alice")
+        await asyncio.gather(*scored)
+        await source.close()
+
+    asyncio.run(run())
+    assert order.index("alice") < 12
+    assert source.load.active == source.load.waiting == 0
+
+
+def test_bytes_of_owners_include_what_is_kept_and_end_with_it() -> None:
+    source = serving.source()
+    worker = source._worker
+    worker.start()
+    one, updates = queued("alice")
+    worker.submit([one])
+    last(updates)
+    kept = worker._room.of(3 + 4)
+    while worker.steps.owners["alice"].cache_bytes != kept:  # the thread is about to count it
+        time.sleep(0.01)
+    freed = threading.Event()
+    worker.between_steps(lambda: (worker._forget_all(), freed.set()))
+    assert freed.wait(60)
+    assert worker.steps.owners["alice"].cache_bytes == 0
+    worker.stop()
 
 
 def ended(worker: EngineWorker, tenant: str, first: int) -> None:
