@@ -157,6 +157,17 @@ def test_an_owner_alone_gets_all_and_reads_prompts_in_their_order() -> None:
     assert 66 not in plan
 
 
+def test_an_owner_that_is_a_little_ahead_shares_rounds() -> None:
+    """Else those whose prompts were read first would decode alone for a while."""
+    scheduler = Scheduler(256)
+    texts = [Work(key=key, owner=owner, context=9) for key, owner in enumerate("aabbc")]
+    scheduler.next_step(texts)
+    scheduler.served = {"a": 0.0, "b": STEP_S / 3, "c": STEP_S}
+    assert scheduler.next_step(texts).keys() == {0, 1, 2}
+    scheduler.served["b"] = STEP_S
+    assert scheduler.next_step(texts).keys() == {0, 1}
+
+
 @pytest.mark.parametrize("step_s", [None, STEP_S])
 def test_a_prompt_that_must_be_read_whole_is(step_s: float | None) -> None:
     scheduler = Scheduler(256, step_s)

@@ -258,11 +258,34 @@ class Scheduler:
         step_s = STEP_S if self.step_s is None else self.step_s
         taken: dict[int, int] = {}
         left_s = step_s
-        for owner in self._whose_turn([*by_owner]):
+        first = self._whose_turn([*by_owner])
+        for owner in first:
             share_s = max(0.0, min(left_s, step_s / len(by_owner)))
             own, spent_s = self._part(by_owner[owner], share_s, left_s if taken else inf)
             taken |= own
             left_s -= spent_s
+        if any(not one.unread and one.key in taken for owner in first for one in by_owner[owner]):
+            taken |= self._beside(by_owner, first, left_s)
+        return taken
+
+    def _beside(
+        self, by_owner: Mapping[str, list[Work]], first: Sequence[str], left_s: float
+    ) -> dict[int, int]:
+        """One text of each owner that is a little ahead, to share the round of those before.
+
+        It is served no more than they are, and a round of its own later would cost far more.
+        """
+        taken: dict[int, int] = {}
+        least = min(map(self.served_of, first))
+        for owner in sorted((one for one in by_owner if one not in first), key=self.served_of):
+            texts = [one for one in by_owner[owner] if not one.unread]
+            if not texts or self.served_of(owner) > least + STEP_S / 2:
+                continue
+            one = min(texts, key=lambda one: (one.priority, self._last.get(one.key, 0)))
+            left_s -= self.rounds.token_s(one.context)
+            if left_s < 0:
+                break
+            taken[one.key] = 1
         return taken
 
     def _whose_turn(self, owners: Sequence[str]) -> list[str]:
