@@ -137,7 +137,7 @@ def test_large_drafts_of_a_text_without_credentials_take_a_share_of_a_pass() -> 
 
 def test_of_devices_without_credentials_the_one_whose_turn_was_longest_ago_comes_first() -> None:
     async def run() -> list[int]:
-        shared, order = SharedVerifier(Unused(), PassOptions(max_rows=1)), []
+        shared, order = SharedVerifier(Unused(), PassOptions(max_rows=1)), list[int]()
         rows = [shared.lease(ANONYMOUS) for _ in range(3)]
         for row in (*rows[:2], *rows):  # the first two ask twice before the third asks
             wait(shared, row, 1)

@@ -255,7 +255,8 @@ def test_bytes_of_owners_include_what_is_kept_and_end_with_it() -> None:
     while worker.steps.owners["alice"].cache_bytes != kept:  # the thread is about to count it
         time.sleep(0.01)
     freed = threading.Event()
-    worker.between_steps(lambda: (worker._forget_all(), freed.set()))
+    worker.between_steps(worker._forget_all)
+    worker.between_steps(freed.set)
     assert freed.wait(60)
     assert worker.steps.owners["alice"].cache_bytes == 0
     worker.stop()

@@ -166,7 +166,8 @@ class LocalVerifier(Verifier):
         for row, states_TE, decision in zip(rows, states, decisions, strict=True):
             if row.request.scored:
                 self._score(row, states_TE)
-                decision.scores = TextLogprobs(*map(tuple, self._scores.pop(row.request.cache_row)))
+                logprobs, top = self._scores.pop(row.request.cache_row)
+                decision.scores = TextLogprobs(tuple(logprobs), tuple(top))
         if self._hidden is not None:
             for row, states_TE, decision in zip(rows, states, decisions, strict=True):
                 kept = [*range(row.num_new), *(row.num_new + node for node in decision.accepted)]
