@@ -28,6 +28,7 @@ from moaspec_edge.emulation import Faults
 from moaspec_edge.protocol.fleet import Fleet
 from moaspec_edge.protocol.transport import Transport
 from moaspec_serve.sources.source import (
+    AnswerLength,
     Cancel,
     Job,
     LinkState,
@@ -151,7 +152,7 @@ class EdgeSource(TextSource):
         self._options = options or RemoteOptions()
         self._limits, self._faults = limits or EdgeLimits(), faults
         self._places = Places("device", self._limits, self._wait_s)
-        self._mean_tokens, self._token_s = RecentMean(), RecentMean()  # of texts that ended
+        self._mean_tokens, self._token_s = AnswerLength(), RecentMean()  # of texts that ended
         stops = device.target.stop_token_ids
         self._server_only = None if server is None else RemoteText(server, stops)
         self._sessions: list[_PooledSession] = []
@@ -260,8 +261,10 @@ class EdgeSource(TextSource):
 
     def _left_s(self, running: _RunningJob) -> float:
         """Seconds that a text probably takes from now on, or from its start."""
-        most, seconds = running.job.max_new_tokens, running.seconds
-        left = max(1, min(most, self._mean_tokens.value or most) - running.written)
+        job, seconds = running.job, running.seconds
+        left = self._mean_tokens.tokens_left(
+            running.written, job.max_new_tokens, endless=job.ignore_eos
+        )
         own_s = seconds / running.written if running.written else 0.0
         return left * (self._token_s.value or own_s)
 

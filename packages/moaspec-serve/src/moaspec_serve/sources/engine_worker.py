@@ -23,11 +23,11 @@ from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.process_memory import end_idle_threads, return_freed_memory
 from moaspec_core.sampling.token_ids import common_length
 from moaspec_serve.sources.source import (
+    AnswerLength,
     Job,
     Load,
     OwnerWork,
     Places,
-    RecentMean,
     SourceLimits,
     StepCounts,
     Update,
@@ -148,7 +148,7 @@ class EngineWorker:
         self._high = (0, 0)
         self._used_s = time.monotonic()  # when the newest command came or the last step ended
         self._places = Places("server", limits, self._wait_s)
-        self._mean_tokens = RecentMean()  # of texts that ended
+        self._mean_tokens = AnswerLength()  # of texts that ended
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
@@ -210,21 +210,23 @@ class EngineWorker:
     def _wait_s(self, client: str, number: int) -> float:
         """Seconds until so many texts of a key, or of all for "", have probably ended.
 
-        All texts of an owner advance alike, and owners have equal parts of the time.
+        Texts with a place advance alike, and owners have equal parts of the time.
         """
         jobs = [*list(self._active.values()), *list(self._waiting)]
         own = [one for one in jobs if not client or one.job.client == client]
         owners = len({one.job.owner for one in jobs}) if client else 1
-        work_s = sorted(map(self._left_s, own))[: max(1, number)]
-        if not work_s:
+        # Those that wait for a place are begun when others have ended.
+        left_s = [self._left_s(one) for one in own[: max(self._limits.active, number)]]
+        ends_s = sorted(left_s)[: max(1, number)]
+        if not ends_s:
             return 1.0  # they have not arrived in the engine's thread
-        return max(1.0, owners * sum(min(one, work_s[-1]) for one in map(self._left_s, own)))
+        return max(1.0, owners * sum(min(one, ends_s[-1]) for one in left_s))
 
     def _left_s(self, queued: QueuedJob) -> float:
         """Seconds of the target that a text probably still needs, in a batch with the others."""
         written, most = len(queued.result.token_ids), queued.job.max_new_tokens
         costs, prompt = self._engine.scheduler, len(queued.job.prompt_ids)
-        left = max(1, min(most, self._mean_tokens.value or most) - written)
+        left = self._mean_tokens.tokens_left(written, most, endless=queued.job.ignore_eos)
         rows = max(1, len(self._active))
         round_s = costs.rounds.seconds(rows, prompt + written) / rows
         read_s = 0.0 if written else costs.reading.seconds(prompt, prompt / 2)

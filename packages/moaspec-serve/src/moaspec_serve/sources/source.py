@@ -331,6 +331,23 @@ class RecentMean:
         self.value += (value - self.value) * (self.WEIGHT if self.value else 1.0)
 
 
+class AnswerLength(RecentMean):
+    """The mean number of tokens of answers."""
+
+    def tokens_left(self, written: int, most: int, *, endless: bool) -> float:
+        """Tokens that an answer probably still gets, at least one.
+
+        Args:
+            most: its limit.
+            endless: whether no token ends it before.
+        """
+        left = float(most - written)
+        if self.value and not endless:
+            # What is longer than others probably goes on for as long again.
+            left = min(left, max(self.value - written, written if written >= self.value else 0))
+        return max(1.0, left)
+
+
 def client_share(places: int, client: str) -> int:
     """Number of places that a client may use: half, or all if clients are not told apart."""
     return max(1, places // 2) if client else places

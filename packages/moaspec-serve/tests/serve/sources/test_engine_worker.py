@@ -25,7 +25,7 @@ from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.sampling.params import SamplingParams
 from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
 from moaspec_serve.sources.local_source import LocalSource
-from moaspec_serve.sources.source import Job, Update
+from moaspec_serve.sources.source import AnswerLength, Job, Update
 
 
 @pytest.fixture
@@ -214,6 +214,25 @@ def test_a_refusal_says_when_to_come_back() -> None:
     assert one_is_short == pytest.approx(short)
     own = retry_s("a", 4000, 400, 4000, 400)  # both texts of the key must go on to make room
     assert own > retry_s("b", 4000, 400, 4000, 400)
+
+
+def test_long_answers_beside_short_ones_are_not_taken_for_nearly_ended() -> None:
+    length = AnswerLength()
+    assert length.tokens_left(10, 100, endless=False) == 90  # nothing is known
+    length.add(64)
+    assert length.tokens_left(10, 900, endless=False) == 54
+    assert length.tokens_left(300, 900, endless=False) == 300
+    assert length.tokens_left(800, 900, endless=False) == 100
+    assert length.tokens_left(10, 900, endless=True) == 890  # ignore_eos: its limit is its end
+
+
+def test_texts_without_a_place_do_not_make_a_refusal_longer() -> None:
+    def retry_s(waiting: int) -> float:
+        worker = serving.source(active=4, waiting=waiting)._worker
+        worker._waiting += [long_job("a", number, 400)[0] for number in range(4 + waiting)]
+        return worker._wait_s("", 1)
+
+    assert retry_s(40) == pytest.approx(retry_s(0))
 
 
 def test_prompts_that_are_scored_take_turns_with_texts() -> None:
