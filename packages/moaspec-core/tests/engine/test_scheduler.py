@@ -126,6 +126,31 @@ def test_steps_are_short_while_anybody_waits() -> None:
         assert machine.longest_s <= 1.1 * STEP_S
 
 
+def test_texts_of_two_owners_share_steps_and_none_is_left_out() -> None:
+    machine = Machine()
+    for key in range(300):
+        machine.texts[key] = Work(key=key, owner="ab"[key % 2], context=9)
+    for _ in range(10):
+        machine.step()  # it learns what passes cost
+    machine.longest_s = 0.0
+    machine.rounds.clear()
+    for _ in range(6):
+        owners = Counter("ab"[key % 2] for key in machine.step())
+        assert abs(owners["a"] - owners["b"]) <= 1
+    assert machine.longest_s <= 1.1 * STEP_S
+    assert min(machine.rounds[key] for key in machine.texts) >= 1
+
+
+def test_an_owner_that_comes_starts_with_the_least_served() -> None:
+    scheduler = Scheduler(256)
+    texts = [Work(key=key, owner=owner, context=9) for key, owner in enumerate("abc")]
+    scheduler.next_step(texts[:2])
+    scheduler.served = {"a": 1.0, "b": 5.0}
+    scheduler.next_step(texts)
+    assert scheduler.served_of("c") == 1.0
+    assert scheduler.served_of("d") == 1.0
+
+
 def test_nobody_saves_turns_for_later() -> None:
     machine = Machine()
     machine.add("new", 4)

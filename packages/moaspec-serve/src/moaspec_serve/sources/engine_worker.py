@@ -228,7 +228,7 @@ class EngineWorker:
         costs, prompt = self._engine.scheduler, len(queued.job.prompt_ids)
         left = self._mean_tokens.tokens_left(written, most, endless=queued.job.ignore_eos)
         rows = max(1, len(self._active))
-        round_s = costs.rounds.seconds(rows, prompt + written) / rows
+        round_s = costs.rounds.seconds(rows, prompt + written + left / 2) / rows
         read_s = 0.0 if written else costs.reading.seconds(prompt, prompt / 2)
         return read_s + left * round_s
 
