@@ -155,14 +155,14 @@ async def post(http: httpx.AsyncClient, **body: Any) -> None:
     await http.post("/v1/completions", json={"model": MODEL, "temperature": 0, **body})
 
 
-async def long_prompts(server: Server, key: str, number: int, words: int) -> None:
+async def long_prompts(server: Server, key: str, number: int, words: int, **body: Any) -> None:
     """So many long prompts at once, again and again."""
     start = 0
     async with server.client(key) as http:
         while True:
             wave = range(start, start + number)
             await asyncio.gather(
-                *(post(http, prompt=long_prompt(i, words), max_tokens=1) for i in wave)
+                *(post(http, prompt=long_prompt(i, words), max_tokens=1, **body) for i in wave)
             )
             start += number
 
@@ -294,6 +294,7 @@ FLOODS: dict[str, Flood] = {
     "long8": lambda server: [long_prompts(server, KEYS[1], 8, 2500)],
     "long64": lambda server: [long_prompts(server, KEYS[1], 64, 2500)],
     "long8keys4": lambda server: [long_prompts(server, key, 8, 2500) for key in KEYS[1:5]],
+    "scores8": lambda server: [long_prompts(server, KEYS[1], 8, 6000, echo=True, logprobs=1)],
     "n64": lambda server: [many_choices(server, KEYS[1], 64)],
     "unread64": lambda server: [unread(server, KEYS[1], 64)],
     "drip4": lambda server: [drip(server, "", 4)],

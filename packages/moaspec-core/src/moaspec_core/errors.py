@@ -83,10 +83,10 @@ class BusyError(MoaSpecError):
     """No room for another request now; try again later.
 
     Args:
-        retry_s: seconds after which there may be room.
+        retry_s: seconds after which there is probably room.
     """
 
-    def __init__(self, message: str, retry_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
         self.retry_s = retry_s
 

@@ -12,10 +12,7 @@ from moaspec_core.engine.cache_room import LEAST_TURN_S, CacheRoom, CacheRow
 
 
 def row(key: int, owner: str, needed: int, *, waits: bool = False, priority: int = 0) -> CacheRow:
-    held = 0 if waits else needed
-    return CacheRow(
-        key=key, owner=owner, held=held, needed=needed, waits=waits, priority=priority, read_s=0.1
-    )
+    return CacheRow(key=key, owner=owner, needed=needed, waits=waits, priority=priority, read_s=0.1)
 
 
 def test_the_owner_that_holds_most_gives_its_newest_row() -> None:
@@ -90,7 +87,6 @@ def test_texts_without_an_end_come_to_their_turns(asked: list[tuple[str, int]], 
             CacheRow(
                 key=key,
                 owner=owner,
-                held=0 if key in resting else length - unread[key],
                 needed=length,
                 waits=key in resting,
                 reads=key not in resting and unread[key] > 0,

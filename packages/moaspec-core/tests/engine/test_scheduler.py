@@ -126,6 +126,31 @@ def test_steps_are_short_while_anybody_waits() -> None:
         assert machine.longest_s <= 1.1 * STEP_S
 
 
+def test_texts_of_two_owners_share_steps_and_none_is_left_out() -> None:
+    machine = Machine()
+    for key in range(300):
+        machine.texts[key] = Work(key=key, owner="ab"[key % 2], context=9)
+    for _ in range(10):
+        machine.step()  # it learns what passes cost
+    machine.longest_s = 0.0
+    machine.rounds.clear()
+    for _ in range(6):
+        owners = Counter("ab"[key % 2] for key in machine.step())
+        assert abs(owners["a"] - owners["b"]) <= 1
+    assert machine.longest_s <= 1.1 * STEP_S
+    assert min(machine.rounds[key] for key in machine.texts) >= 1
+
+
+def test_an_owner_that_comes_starts_with_the_least_served() -> None:
+    scheduler = Scheduler(256)
+    texts = [Work(key=key, owner=owner, context=9) for key, owner in enumerate("abc")]
+    scheduler.next_step(texts[:2])
+    scheduler.served = {"a": 1.0, "b": 5.0}
+    scheduler.next_step(texts)
+    assert scheduler.served_of("c") == 1.0
+    assert scheduler.served_of("d") == 1.0
+
+
 def test_nobody_saves_turns_for_later() -> None:
     machine = Machine()
     machine.add("new", 4)
@@ -155,6 +180,17 @@ def test_an_owner_alone_gets_all_and_reads_prompts_in_their_order() -> None:
     assert plan[65] == 20
     assert MIN_CHUNK <= plan[64] < 900
     assert 66 not in plan
+
+
+def test_an_owner_that_is_a_little_ahead_shares_rounds() -> None:
+    """Else those whose prompts were read first would decode alone for a while."""
+    scheduler = Scheduler(256)
+    texts = [Work(key=key, owner=owner, context=9) for key, owner in enumerate("aabbc")]
+    scheduler.next_step(texts)
+    scheduler.served = {"a": 0.0, "b": STEP_S / 3, "c": STEP_S}
+    assert scheduler.next_step(texts).keys() == {0, 1, 2}
+    scheduler.served["b"] = STEP_S
+    assert scheduler.next_step(texts).keys() == {0, 1}
 
 
 @pytest.mark.parametrize("step_s", [None, STEP_S])

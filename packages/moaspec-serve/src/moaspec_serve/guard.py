@@ -6,13 +6,16 @@ This is plain ASGI: a refused request does not reach the parser, and streams pas
 import asyncio
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moaspec_core.errors import BusyError
 from moaspec_core.support import limits
 from moaspec_core.support.tasks import LoopTurns, RefusalDelay
 from moaspec_serve import http_errors
@@ -33,34 +36,59 @@ class GuardSettings:
     hosts: tuple[str, ...] = ()
 
 
+@dataclass
+class _Body:
+    """What has arrived of a request's body."""
+
+    client: str = ""
+    size: int = 0
+    messages: list[Message] = field(default_factory=list)
+
+
 class HttpGuard:
     """An ASGI middleware that refuses invalid requests."""
 
     def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
         self._app, self._settings = app, settings
         self._slow_down, self._turns = RefusalDelay(), LoopTurns()
+        self._held: Counter[str] = Counter()  # bytes of bodies by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        try:
-            self._check(scope, headers)
-            # Read the whole body before the application sees the request.
-            received = await self._body(receive)
-            if _is_protected(scope["path"]):
-                await self._turns.wait()
-        except RequestError as error:
-            if error.status == 401:
-                await self._slow_down.wait()
-            await _refusal(error)(scope, receive, send)
-            return
+        headers, body = Headers(scope=scope), _Body()
         name = tenant(_key(headers))
         # Without required keys, a client could use any number of them.
         client = name if len(self._settings.api_keys) > 1 else ""
-        scope.setdefault("state", {}).update(tenant=name, client=client)
-        await self._call_app(scope, _replayed(received, receive), send)
+        try:
+            try:
+                self._check(scope, headers)
+                # Read the whole body before the application sees the request.
+                body.client = client or (scope.get("client") or ("",))[0]
+                await self._read(body, receive)
+                if _is_protected(scope["path"]):
+                    await self._turns.wait()
+            except (RequestError, BusyError) as error:
+                await self._refuse(error, scope, receive, send)
+                return
+            scope.setdefault("state", {}).update(tenant=name, client=client)
+            await self._call_app(scope, _replayed(body.messages, receive), send)
+        finally:
+            self._held[body.client] -= body.size
+            self._held += Counter()  # drops clients without bodies
+
+    async def _refuse(
+        self, error: RequestError | BusyError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        status, content = http_errors.error_response(error)
+        headers = {"connection": "close"}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+            await self._slow_down.wait()
+        if isinstance(error, BusyError):
+            headers["retry-after"] = str(ceil(error.retry_s))
+        await JSONResponse(content, status, headers)(scope, receive, send)
 
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application. Drop its error if it has sent a whole response.
@@ -110,23 +138,34 @@ class HttpGuard:
         matches = [hmac.compare_digest(key.encode(), accepted.encode()) for accepted in keys]
         return any(matches) or not keys
 
-    async def _body(self, receive: Receive) -> list[Message]:
+    def _hold(self, body: _Body, size: int) -> None:
+        """Count bytes of a body; BusyError where all bodies are too many, and its client's too."""
+        body.size += size
+        self._held[body.client] += size
+        share = limits.MAX_BODIES_BYTES // len(self._held)
+        if self._held.total() > limits.MAX_BODIES_BYTES and self._held[body.client] > share:
+            # By then each body has arrived or is refused.
+            raise BusyError(
+                f"The bodies of this server's requests have {limits.MAX_BODIES_BYTES} bytes, and "
+                f"this client's more than its part of {share}. Try again in {BODY_TIMEOUT_S:g} s.",
+                BODY_TIMEOUT_S,
+            )
+
+    async def _read(self, body: _Body, receive: Receive) -> None:
         """Receive all messages up to the end of the body."""
-        messages: list[Message] = []
-        size = 0
+        messages = body.messages
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not messages or messages[-1].get("more_body", False):
                     messages.append(await receive())
-                    size += len(messages[-1].get("body", b""))
-                    self._check_size(size)
+                    self._hold(body, len(messages[-1].get("body", b"")))
+                    self._check_size(body.size)
         except TimeoutError:
             text = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
             raise RequestError(text, status=408) from None
         if too_many_json_values(b"".join(message.get("body", b"") for message in messages)):
             text = f"The body holds more than {limits.MAX_JSON_VALUES} JSON values."
             raise RequestError(text, status=413)
-        return messages
 
 
 def _is_protected(path: str) -> bool:
@@ -178,10 +217,3 @@ def _replayed(messages: Sequence[Message], receive: Receive) -> Receive:
         return await receive() if message is None else message
 
     return replay
-
-
-def _refusal(error: RequestError) -> JSONResponse:
-    headers = {"connection": "close"}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return JSONResponse(http_errors.error_body(error.status, str(error)), error.status, headers)

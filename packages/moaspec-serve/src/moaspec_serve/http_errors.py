@@ -82,9 +82,10 @@ def responses() -> dict[int | str, dict[str, Any]]:
 
 async def _respond(request: Request, error: Exception) -> JSONResponse:
     status, content = error_response(error)
-    retry_s = error.retry_s if isinstance(error, BusyError) else 1.0
-    headers = {"Retry-After": str(ceil(retry_s))} if status in (429, 503) else None
-    headers = getattr(error, "headers", headers)
+    headers: Mapping[str, str] | None = getattr(error, "headers", None)
+    if isinstance(error, BusyError):
+        # Nothing says when a link that broke will be there again, or a server that stops.
+        headers = {"Retry-After": str(ceil(error.retry_s))}
     if status == 405 and (methods := _methods(request)):
         headers = {"Allow": methods}
     return JSONResponse(content, status, headers)

@@ -4,9 +4,15 @@ Each client has at most one request in preparation, and none after it has discon
 """
 
 import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 from typing import TypeVar
 
 from fastapi import Request
@@ -14,8 +20,12 @@ from fastapi import Request
 from moaspec_core.errors import BusyError
 from moaspec_core.support import limits
 from moaspec_serve.openai.event_stream import unless_disconnected
+from moaspec_serve.sources.source import RecentMean
 
 T = TypeVar("T")
+
+NICENESS = 5
+"""Of the threads: beside a busy core they have a quarter of it."""
 
 
 class PreparationPool:
@@ -32,8 +42,11 @@ class PreparationPool:
         threads: int = limits.MAX_PREPARING,
     ) -> None:
         self._max_waiting = max(max_waiting, limits.MAX_PREPARING_WAITING)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
-        self._threads = asyncio.Semaphore(threads)
+        self._pool = ThreadPoolExecutor(
+            threads, thread_name_prefix="prepare", initializer=_leave_cores_to_steps
+        )
+        self._num_threads, self._threads = threads, asyncio.Semaphore(threads)
+        self._mean_s = RecentMean()  # of a request's preparation
         self._waiting: Counter[str] = Counter()
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -51,10 +64,13 @@ class PreparationPool:
             BusyError: the client has too many requests waiting.
         """
         if self._waiting[client] >= self._max_waiting:
+            retry_s = self._wait_s()
             raise BusyError(
                 f"This client has {self._max_waiting} requests whose prompts are not read or "
                 "whose grammars are not compiled yet, as many as may wait (--max-active and "
-                "--max-waiting). Try again later."
+                f"--max-waiting together, or {limits.MAX_PREPARING_WAITING} where these are "
+                f"fewer). Try again in {ceil(retry_s)} s.",
+                retry_s,
             )
         begun = asyncio.Event()
         task = asyncio.create_task(self._work(client, work, begun))
@@ -66,17 +82,31 @@ class PreparationPool:
                 task.cancel()
             raise
 
+    def _wait_s(self) -> float:
+        """Seconds until a client's next request is probably prepared: clients take turns."""
+        return max(1.0, self._mean_s.value * ceil(len(self._waiting) / self._num_threads))
+
     async def _work(self, client: str, work: Callable[[], T], begun: asyncio.Event) -> T:
         self._waiting[client] += 1
         try:
             async with self._locks.setdefault(client, asyncio.Lock()), self._threads:
                 begun.set()
-                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+                started_s = time.monotonic()
+                found = await asyncio.get_running_loop().run_in_executor(self._pool, work)
+                self._mean_s.add(time.monotonic() - started_s)
+                return found
         finally:
             self._waiting[client] -= 1
             if not self._waiting[client]:
                 del self._waiting[client]
                 self._locks.pop(client, None)
+
+
+def _leave_cores_to_steps() -> None:
+    """Lower this thread's priority: requests that are sent and left again would slow down texts."""
+    if sys.platform == "linux":  # elsewhere threads have no priority of their own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def client_of(request: Request) -> str:

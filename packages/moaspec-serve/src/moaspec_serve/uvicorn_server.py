@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 import h11
 import uvicorn
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -21,6 +22,7 @@ from moaspec_core.process_memory import freeze_loaded_objects, return_memory_for
 from moaspec_core.support import limits
 from moaspec_core.support.ports import joined_address, reuse_address
 from moaspec_serve.app import create_app
+from moaspec_serve.http_errors import error_body
 from moaspec_serve.server_context import ServeSettings
 from moaspec_serve.sources.source import TextSource
 
@@ -28,6 +30,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # loopback names in the `Host` header
 HEAD_TIMEOUT_S = 30.0  # maximum time to receive a request's first line and headers
 MAX_HEAD_BYTES = 16 << 10  # of a request's first line and headers, as uvicorn has
+KEEP_ALIVE_S = 30  # maximum time that a connection may have no request
 FREE_CHUNKS, CHUNK_BYTES = 256, 256
 """Chunks that a body may have, and bytes for each further one."""
 REFUSED_S = 1.0  # time after which a body of more chunks is refused
@@ -119,6 +122,8 @@ class HeadDeadline(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection unless its address has too many."""
         super().connection_made(transport)
+        if len(self.connections) > limits.MAX_HTTP_CONNECTIONS:
+            self.app = _too_many_connections  # those that came before are served as before
         if self._num_same_address() > limits.MAX_HTTP_CONNECTIONS_PER_ADDRESS:
             transport.abort()
             return
@@ -254,6 +259,15 @@ def _normal(scope: Scope) -> Scope:
     return scope
 
 
+async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
+    text = (
+        f"This server has {limits.MAX_HTTP_CONNECTIONS} connections, as many as it takes. Those "
+        f"without a request end after {KEEP_ALIVE_S} s; try again then."
+    )
+    headers = {"Retry-After": str(KEEP_ALIVE_S), "connection": "close"}
+    await JSONResponse(error_body(503, text), 503, headers)(scope, receive, send)
+
+
 def config(app: Any, **options: Any) -> uvicorn.Config:
     """Uvicorn's settings, shared by the command and the tests."""
     return uvicorn.Config(
@@ -262,8 +276,7 @@ def config(app: Any, **options: Any) -> uvicorn.Config:
         ws="none",  # the application has none
         log_level="warning",
         server_header=False,
-        limit_concurrency=limits.MAX_HTTP_CONNECTIONS,
-        timeout_keep_alive=30,
+        timeout_keep_alive=KEEP_ALIVE_S,
         **options,
     )
 

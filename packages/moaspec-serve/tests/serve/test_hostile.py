@@ -520,6 +520,43 @@ def test_connections_of_one_address_are_bounded(monkeypatch: pytest.MonkeyPatch)
             one.close()
 
 
+def test_bodies_of_one_client_take_its_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of requests that never end; others are served meanwhile."""
+    monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 100_000)
+    guarded = GuardSettings(api_keys=(KEY, "two"))
+    with serving.serving(serving.source(), ServeSettings(guarded=guarded)) as served:
+        where = ("127.0.0.1", int(served.url.rpartition(":")[2]))
+        with contextlib.ExitStack() as held:
+            for _ in range(3):
+                one = held.enter_context(socket.create_connection(where, timeout=60))
+                one.sendall(head(CHAT, "Content-Length: 50000") + b" " * 40_000)
+            answer = one.makefile("rb").read()  # the last one's
+            assert b" 429 " in answer
+            assert f"retry-after: {guard.BODY_TIMEOUT_S:g}".encode() in answer
+            assert b"of this server's requests have 100000 bytes" in answer
+            with served.http() as http:
+                http.headers["Authorization"] = "Bearer two"
+                assert http.post(CHAT, json={**GOOD, "max_tokens": 1}).status_code == 200
+        wait_until_idle(served)
+
+
+def test_connections_beyond_all_are_refused_and_earlier_ones_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one client's connections would stop those of all others."""
+    monkeypatch.setattr(limits, "MAX_HTTP_CONNECTIONS", 3)
+    with serving.serving(serving.source(drafter=False)) as served, contextlib.ExitStack() as held:
+        clients = [held.enter_context(served.http()) for _ in range(4)]
+        assert [one.get("/health").status_code for one in clients] == [200, 200, 200, 503]
+        refused = clients[3].get("/v1/models")
+        assert "3 connections, as many as it takes" in error(refused, 503)["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        assert clients[0].get("/health").status_code == 200
+        clients[0].close()
+        time.sleep(0.1)
+        assert clients[3].get("/health").status_code == 200
+
+
 @pytest.mark.slow
 def test_wrong_keys_are_answered_late(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WRONG_TOKEN_S", 1.0)

@@ -67,7 +67,11 @@ def test_a_client_that_waits_too_often_is_refused() -> None:
         try:
             while preparation._waiting["a"] < number:
                 await asyncio.sleep(0)
-            with pytest.raises(BusyError, match="prompts are not read"):
+            with pytest.raises(BusyError, match="Try again in 1 s") as refused:
+                await preparation.in_turn("a", hold.wait)
+            assert refused.value.retry_s == 1.0  # nothing was prepared that would say how long
+            preparation._mean_s.add(30.0)
+            with pytest.raises(BusyError, match=r"--max-waiting .*Try again in 30 s"):
                 await preparation.in_turn("a", hold.wait)
         finally:
             hold.set()

@@ -23,6 +23,7 @@ from moaspec_core.engine.engine import Engine, run_now
 from moaspec_core.engine.request_state import GenerationResult, acceptance_by_depth
 from moaspec_core.errors import InputError, PromptError
 from moaspec_core.policy.policies import DraftPolicy
+from moaspec_core.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.kernels
 
@@ -588,3 +589,26 @@ def test_a_round_interrupted_after_encoding_hides_no_features() -> None:
         engine.step()
         assert not any(proposer.first_encoded.values())
     assert engine.result(handle).token_ids == tiny.own_text(target, tiny.PROMPTS[2], 12)
+
+
+@pytest.mark.parametrize("cuts", [(), (7, 5)])
+def test_a_prompt_is_scored_in_chunks_and_after_a_set_back(cuts: tuple[int, ...]) -> None:
+    target = tiny.target()
+    prompt = [number % tiny.VOCAB for number in range(5, 45)]
+    engine = Engine(LocalVerifier(target), target=target)
+    sampling = SamplingParams(logprobs=True, top_logprobs=2)
+    handle = engine.add(prompt, max_new_tokens=1, sampling=sampling, scored=True)
+    for size in cuts:
+        assert not engine.step({handle: size})
+    if cuts:
+        engine.set_back(handle)
+        assert not engine.step({handle: 3})
+    (event,) = engine.step()
+    with torch.inference_mode():
+        log_p_TV = target.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = [float(log_p_TV[i, token]) for i, token in enumerate(prompt[1:])]
+    assert event.scores is not None
+    # Passes of other widths add up in another order.
+    assert event.scores.logprobs == pytest.approx(expected, abs=1e-4)
+    best = [alternatives[0][0] for alternatives in event.scores.top_logprobs]
+    assert best == log_p_TV[:-1].argmax(-1).tolist()

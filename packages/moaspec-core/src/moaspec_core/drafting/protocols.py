@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from moaspec_core.drafting.draft_tree import DraftTree, Tree
 from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
-from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams
+from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams, TextLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,8 @@ class VerifyRequest:
             that the drafter needs.
         read_again: whether `new_tokens` were verified before and lost their keys, so that their
             features stay valid and none are made.
+        scored: the token that follows each of `new_tokens` in a text whose log-probabilities are
+            wanted; the last one may have none. With `sampling.top_logprobs` alternatives.
     """
 
     cache_row: int
@@ -61,6 +63,7 @@ class VerifyRequest:
     text_length: int = 0
     window: int = 0
     read_again: bool = False
+    scored: tuple[int, ...] = ()
 
 
 @dataclass
@@ -85,6 +88,7 @@ class VerifyResult:
             states cannot go on from everywhere.
         process_s: seconds of processor time of the request's own logits processors, which are its
             owner's work.
+        scores: of the request's `scored` tokens.
     """
 
     accepted: tuple[int, ...]
@@ -97,6 +101,7 @@ class VerifyResult:
     pass_s: float | None = None
     num_read_again: int = 0
     process_s: float = 0.0
+    scores: TextLogprobs | None = None
 
 
 class Verifier(Protocol):

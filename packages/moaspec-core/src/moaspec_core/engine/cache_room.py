@@ -24,7 +24,6 @@ class CacheRow:
     key: int  # texts that came earlier have lower ones
     owner: str
     priority: int = 0
-    held: int  # bytes of memory
     needed: int  # bytes after the next step; of a text that is being read, to read all of it
     waits: bool = False  # whether it has no keys and waits for room
     reads: bool = False  # whether it has room and is not read to its end

@@ -34,7 +34,7 @@ from moaspec_core.policy.cost_model import KnownCosts
 from moaspec_core.policy.ngram_branches import NgramBranches
 from moaspec_core.policy.observed_times import ObservedTimes, RoundTime
 from moaspec_core.policy.pass_budget import share_slots
-from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_core.sampling.params import GREEDY, SamplingParams, TextLogprobs
 from moaspec_core.sampling.stop_strings import StopStrings, stop_strings
 from moaspec_core.sampling.token_ids import as_integer, as_token_ids, common_length
 from moaspec_core.support.torch_settings import plain_torch
@@ -101,6 +101,7 @@ class Engine:
         after: int | None = None,
         owner: str = "",
         priority: int = 0,
+        scored: bool = False,
     ) -> int:
         """Let a request join; the next `step` processes its prompt.
 
@@ -119,6 +120,8 @@ class Engine:
                 tokens that both texts begin with are not computed again.
             owner: owners take turns by the work that they were served.
             priority: among the requests of one owner the lowest comes first.
+            scored: whether log-probabilities of the prompt are wanted too. Not `after` another
+                request, as all of the prompt must be read.
 
         Returns:
             A handle that events carry.
@@ -153,6 +156,7 @@ class Engine:
             owner=owner,
             priority=priority,
             window=self._verifier.prompt_window,
+            scores=TextLogprobs((), ()) if scored else None,
         )
         if old is not None:
             self._take_over(request, old)
@@ -264,9 +268,11 @@ class Engine:
 
     async def _read_chunk(self, request: RequestState, size: int) -> None:
         started_s = time.perf_counter()
-        (result,) = await self._verifier.verify([request.text_chunk(size)])
+        chunk = request.text_chunk(size)
+        (result,) = await self._verifier.verify([chunk])
         elapsed_s = time.perf_counter() - started_s
         self._charge_reading([(request.owner, request.num_verified, size)], elapsed_s)
+        request.record_scores(chunk, result)
         request.num_verified += size
         request.result.num_reused_tokens -= result.num_read_again
         request.result.timing.prefill_s += elapsed_s

@@ -11,7 +11,7 @@ from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec_core.drafting.tree_shapes import without
 from moaspec_core.policy.ngram_branches import NgramBranches
 from moaspec_core.policy.policies import DraftPolicy
-from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams
+from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams, TextLogprobs
 from moaspec_core.sampling.stop_strings import StopStrings
 
 Shape = Tree | DraftPolicy | None
@@ -57,6 +57,7 @@ class Event:
         accepted: the accepted nodes of the tree, in order.
         logprobs: of these tokens; see `GenerationResult`.
         top_logprobs: of these tokens; see `GenerationResult`.
+        scores: of the prompt, with the first tokens, if they were asked for.
     """
 
     handle: int
@@ -67,6 +68,7 @@ class Event:
     accepted: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Alternatives, ...] = ()
+    scores: TextLogprobs | None = None
 
 
 @dataclass
@@ -154,6 +156,8 @@ class RequestState:
     owner: str = ""  # whose turns it takes, see `Scheduler`
     priority: int = 0  # among its owner's requests the lowest comes first
     window: int = 0  # the drafter's, see `VerifyRequest`
+    # Of the prompt so far, if its log-probabilities are wanted, which are then all computed here.
+    scores: TextLogprobs | None = None
     prefilled: bool = False  # whether the target has processed the prompt
     num_verified: int = 0  # tokens whose keys and values the verifier holds; not yet the newest one
     result: GenerationResult = field(default_factory=GenerationResult)
@@ -179,10 +183,26 @@ class RequestState:
         """A request for the text's next `size` unread tokens; more of it follows."""
         tokens = self.token_ids[self.num_verified : self.num_verified + size]
         chunk = self.verify_request(tokens, DraftTree())
-        return replace(chunk, sampling=GREEDY, encode=False, text_length=len(self.token_ids))
+        # Alternatives are wanted of the prompt's tokens only.
+        sampling = GREEDY if self.scores is None else self.sampling
+        return replace(chunk, sampling=sampling, encode=False, text_length=len(self.token_ids))
+
+    def record_scores(self, request: VerifyRequest, verified: VerifyResult) -> None:
+        """Keep the prompt's log-probabilities; some are computed again after a set-back."""
+        if self.scores is None or verified.scores is None:
+            return
+        first, found = request.num_verified, verified.scores
+        self.scores = TextLogprobs(
+            (*self.scores.logprobs[:first], *found.logprobs),
+            (*self.scores.top_logprobs[:first], *found.top_logprobs),
+        )
 
     def verify_request(self, new_tokens: Sequence[int], tree: DraftTree) -> VerifyRequest:
         """The request to the verifier for the next pass."""
+        scored: Sequence[int] = ()
+        if self.scores is not None and not self.prefilled:
+            first = self.num_verified + 1
+            scored = self.token_ids[first : first + len(new_tokens)]
         return VerifyRequest(
             self.cache_row,
             self.num_verified,
@@ -192,6 +212,7 @@ class RequestState:
             self.prompt_length,
             self.wants_features,
             window=min((self.policy and self.policy.window) or self.window, self.window),
+            scored=tuple(scored),
         )
 
     @property
@@ -217,10 +238,14 @@ class RequestState:
     ) -> Event:
         """Append verified tokens up to the request's end, and report them."""
         tree = request.tree if verified.tree is None else verified.tree
+        first, scores = not self.prefilled, None
+        if first:
+            self.record_scores(request, verified)
+            scores = self.scores
         accepted = [tree.tokens[node] for node in verified.accepted]
         tokens, reason = self._until_end([*accepted, verified.next_token], max_positions)
         sources = _sources(tree, verified.accepted)[: len(tokens)]
-        if self.prefilled:
+        if not first:
             self._count_round(tree, verified.accepted, sources)
         self.prefilled = True
         self.num_verified = request.num_verified + len(request.new_tokens) + len(accepted)
@@ -240,6 +265,7 @@ class RequestState:
             accepted=verified.accepted,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
+            scores=scores,
         )
 
     def _count_round(

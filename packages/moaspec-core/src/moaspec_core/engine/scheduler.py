@@ -40,6 +40,9 @@ ASSUMED = 0.1
 FLOOR = ASSUMED * (1 - MEMORY)
 """Of it, what a pass gives back, so that the weight stays."""
 
+PAIRS = tuple((i, j) for i in range(3) for j in range(i + 1))
+"""Of the three parts of a pass's time."""
+
 FIT_EVERY = 16
 """Passes from one fit to the next, after the first ones: it takes a hundredth of a small pass."""
 
@@ -69,8 +72,10 @@ class PassCosts:
 
     def __init__(self, tokens: int, seconds: float, fixed: int) -> None:
         token_s = seconds / (tokens + fixed)
-        self._assumed = np.array([fixed * token_s, token_s, token_s / CONTEXT_OF_DOUBLE])
-        self._products, self._sums = ASSUMED * np.eye(3), np.full(3, ASSUMED)
+        self._assumed = (fixed * token_s, token_s, token_s / CONTEXT_OF_DOUBLE)
+        # Of the shares that the parts would have in each pass: products of pairs, and sums.
+        self._products = [ASSUMED if i == j else 0.0 for i, j in PAIRS]
+        self._sums = [ASSUMED] * 3
         self._parts = self._assumed
         self._num_passes = 0
 
@@ -82,26 +87,36 @@ class PassCosts:
         """
         if seconds <= 0 or not tokens:
             return
-        shares = self._assumed * (1.0, tokens, tokens * context) / seconds
-        self._products = MEMORY * self._products + np.outer(shares, shares)
-        self._sums = MEMORY * self._sums + shares
-        self._products += FLOOR * np.eye(3)
-        self._sums += FLOOR
+        numbers = (1.0, tokens, tokens * context)
+        shares = [part * n / seconds for part, n in zip(self._assumed, numbers, strict=True)]
+        self._products = [
+            MEMORY * old + shares[i] * shares[j] + (FLOOR if i == j else 0.0)
+            for (i, j), old in zip(PAIRS, self._products, strict=True)
+        ]
+        self._sums = [
+            MEMORY * old + own + FLOOR for old, own in zip(self._sums, shares, strict=True)
+        ]
         self._num_passes += 1
         if self._num_passes < FIT_EVERY or self._num_passes % FIT_EVERY == 0:
             self._fit()
 
     def _fit(self) -> None:
-        factors = np.linalg.solve(self._products, self._sums)
-        self._parts = self._assumed * np.clip(factors, 0.01, None)
+        products = np.empty((3, 3))
+        for (i, j), product in zip(PAIRS, self._products, strict=True):
+            products[i, j] = products[j, i] = product
+        factors = np.linalg.solve(products, self._sums).tolist()
+        fixed, token, look = (
+            part * max(factor, 0.01) for part, factor in zip(self._assumed, factors, strict=True)
+        )
+        self._parts = (fixed, token, look)
 
     @property
     def fixed_s(self) -> float:
-        return float(self._parts[0])
+        return self._parts[0]
 
     def token_s(self, context: float) -> float:
         """Seconds of one more token."""
-        return float(self._parts[1] + context * self._parts[2])
+        return self._parts[1] + context * self._parts[2]
 
     def seconds(self, tokens: int, context: float) -> float:
         return self.fixed_s + tokens * self.token_s(context)
@@ -109,7 +124,7 @@ class PassCosts:
     def tokens_within(self, seconds: float, context: int) -> int:
         """Tokens of one text, after `context` others, that a pass of `seconds` reads."""
         # n tokens look back at context + n / 2 tokens each: a n + b n^2 = seconds.
-        a, b = self.token_s(context), float(self._parts[2]) / 2
+        a, b = self.token_s(context), self._parts[2] / 2
         left = max(0.0, seconds - self.fixed_s)
         return int(2 * left / (a + (a * a + 4 * b * left) ** 0.5))
 
@@ -243,11 +258,34 @@ class Scheduler:
         step_s = STEP_S if self.step_s is None else self.step_s
         taken: dict[int, int] = {}
         left_s = step_s
-        for owner in self._whose_turn([*by_owner]):
+        first = self._whose_turn([*by_owner])
+        for owner in first:
             share_s = max(0.0, min(left_s, step_s / len(by_owner)))
             own, spent_s = self._part(by_owner[owner], share_s, left_s if taken else inf)
             taken |= own
             left_s -= spent_s
+        if any(not one.unread and one.key in taken for owner in first for one in by_owner[owner]):
+            taken |= self._beside(by_owner, first, left_s)
+        return taken
+
+    def _beside(
+        self, by_owner: Mapping[str, list[Work]], first: Sequence[str], left_s: float
+    ) -> dict[int, int]:
+        """One text of each owner that is a little ahead, to share the round of those before.
+
+        It is served no more than they are, and a round of its own later would cost far more.
+        """
+        taken: dict[int, int] = {}
+        least = min(map(self.served_of, first))
+        for owner in sorted((one for one in by_owner if one not in first), key=self.served_of):
+            texts = [one for one in by_owner[owner] if not one.unread]
+            if not texts or self.served_of(owner) > least + STEP_S / 2:
+                continue
+            one = min(texts, key=lambda one: (one.priority, self._last.get(one.key, 0)))
+            left_s -= self.rounds.token_s(one.context)
+            if left_s < 0:
+                break
+            taken[one.key] = 1
         return taken
 
     def _whose_turn(self, owners: Sequence[str]) -> list[str]:

@@ -21,6 +21,9 @@ MAX_MASK_S = 0.15
 MAX_JSON_DEPTH = 100
 
 MAX_BODY_BYTES = 8 << 20  # Of an HTTP request's body.
+# Bytes of the bodies of all HTTP requests under way; of one client, its equal part where others
+# have some.
+MAX_BODIES_BYTES = 256 << 20
 # JSON values in an HTTP request's body; objects, lists and members of objects count four times.
 MAX_JSON_VALUES = 1 << 18
 MAX_FRAME_BYTES = 4 << 20  # Of a WebSocket message, in both directions.

@@ -7,14 +7,16 @@ sessions and continues a conversation in the session that holds its beginning.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Any, Literal, cast
 
 from moaspec_core.engine.generate_options import GenerateOptions
-from moaspec_core.errors import BusyError, InputError, LinkError, RefusedError, WireError
+from moaspec_core.errors import InputError, LinkError, RefusedError, ServerError, WireError
 from moaspec_core.sampling.generation_defaults import GenerationDefaults
 from moaspec_core.sampling.token_ids import common_length
 from moaspec_core.support.tasks import end_tasks
@@ -26,11 +28,13 @@ from moaspec_edge.emulation import Faults
 from moaspec_edge.protocol.fleet import Fleet
 from moaspec_edge.protocol.transport import Transport
 from moaspec_serve.sources.source import (
+    AnswerLength,
     Cancel,
     Job,
     LinkState,
     Load,
     Places,
+    RecentMean,
     Report,
     SourceInfo,
     SourceLimits,
@@ -71,6 +75,21 @@ class _PooledSession:
 _last_used = attrgetter("used")
 News = Callable[[Update | Exception], None]
 """Receives the updates of a job, or the error that ended it."""
+
+
+@dataclass(eq=False)
+class _RunningJob:
+    """A job that waits or is decoded."""
+
+    job: Job
+    report: News
+    started_s: float | None = None  # when its decoding began
+    written: int = 0  # tokens that were reported
+
+    @property
+    def seconds(self) -> float:
+        """Time since its decoding began."""
+        return 0.0 if self.started_s is None else time.monotonic() - self.started_s
 
 
 @dataclass
@@ -132,13 +151,14 @@ class EdgeSource(TextSource):
         self._closing: asyncio.Task[None] | None = None
         self._options = options or RemoteOptions()
         self._limits, self._faults = limits or EdgeLimits(), faults
-        self._places = Places("device", self._limits)
+        self._places = Places("device", self._limits, self._wait_s)
+        self._mean_tokens, self._token_s = AnswerLength(), RecentMean()  # of texts that ended
         stops = device.target.stop_token_ids
         self._server_only = None if server is None else RemoteText(server, stops)
         self._sessions: list[_PooledSession] = []
         self._closed_bytes = (0, 0)  # sent and received by closed sessions
-        self._running: dict[asyncio.Task[None], News] = {}
-        self._active = self._count = 0
+        self._running: dict[asyncio.Task[None], _RunningJob] = {}
+        self._count = 0
         self._room = asyncio.Semaphore(self._limits.active)
         self._by_client: dict[str, asyncio.Semaphore] = {}
         self.info = SourceInfo(
@@ -184,7 +204,7 @@ class EdgeSource(TextSource):
             await end_tasks(self._updating)
         tasks = tuple(self._running)
         for task in tasks:
-            self._running[task](BusyError("The server is shutting down."))
+            self._running[task].report(ServerError("The server is shutting down."))
         await end_tasks(*tasks)
         for pooled in tuple(self._sessions):
             await self._close_session(pooled)
@@ -201,8 +221,9 @@ class EdgeSource(TextSource):
         return partial(end_tasks, *tasks)
 
     def _start(self, job: Job, report: News) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._run(job, report))
-        self._running[task] = report
+        running = _RunningJob(job, report)
+        task = asyncio.create_task(self._run(running))
+        self._running[task] = running
 
         def ended(_: object) -> None:  # also if it never began
             del self._running[task]
@@ -211,16 +232,46 @@ class EdgeSource(TextSource):
         task.add_done_callback(ended)
         return task
 
-    async def _run(self, job: Job, report: News) -> None:
+    async def _run(self, running: _RunningJob) -> None:
         try:
-            async for update in self._decode(job):
-                report(update)
+            async for update in self._decode(running):
+                running.written += len(update.token_ids)
+                running.report(update)
+                if update.stop_reason is not None:
+                    self._mean_tokens.add(running.written)
+                    self._token_s.add(running.seconds / max(1, running.written))
         except Exception as error:  # noqa: BLE001 - the request raises it
-            report(error)
+            running.report(error)
+
+    def _wait_s(self, client: str, number: int) -> float:
+        """Seconds until so many texts of a client, or of all for "", have probably ended.
+
+        They go on side by side, and those that wait begin where others have ended.
+        """
+        jobs = [one for one in self._running.values() if not client or one.job.client == client]
+        ends = [self._left_s(one) for one in jobs if one.started_s is not None]
+        later = iter([self._left_s(one) for one in jobs if one.started_s is None])
+        heapify(ends)
+        end_s = 0.0
+        for _ in range(min(number, len(jobs)) if ends else 0):
+            end_s = heappop(ends)
+            if (next_s := next(later, None)) is not None:
+                heappush(ends, end_s + next_s)
+        return max(1.0, end_s)  # of texts that have just come, nothing is known
+
+    def _left_s(self, running: _RunningJob) -> float:
+        """Seconds that a text probably takes from now on, or from its start."""
+        job, seconds = running.job, running.seconds
+        left = self._mean_tokens.tokens_left(
+            running.written, job.max_new_tokens, endless=job.ignore_eos
+        )
+        own_s = seconds / running.written if running.written else 0.0
+        return left * (self._token_s.value or own_s)
 
     @property
     def load(self) -> Load:
-        return Load(self._active, len(self._running) - self._active)
+        active = sum(one.started_s is not None for one in self._running.values())
+        return Load(active, len(self._running) - active)
 
     @property
     def link(self) -> LinkState | None:
@@ -246,17 +297,15 @@ class EdgeSource(TextSource):
             self._faults.cut = cut
         return self._faults is not None
 
-    async def _decode(self, job: Job) -> AsyncGenerator[Update]:
+    async def _decode(self, running: _RunningJob) -> AsyncGenerator[Update]:
+        job = running.job
         async with self._client_places(job.client), self._room:
-            self._active += 1
+            running.started_s = time.monotonic()
             drafted = job.speculation or job.sampling.logprobs or self._server_only is None
             updates = self._draft(job) if drafted else self._decode_on_server(job)
-            try:
-                async with contextlib.aclosing(updates):
-                    async for update in updates:
-                        yield update
-            finally:
-                self._active -= 1
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    yield update
 
     def _client_places(self, client: str) -> asyncio.Semaphore:
         """Limits the number of a client's texts in decoding."""

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from moaspec_edge.server.service import TargetService
 
 BUSY_RETRY_S = 0.5
-"""Seconds after which a device that found no room may ask again."""
+"""Seconds after which a device that found no room may ask again, and twice as long each time.
+
+Nothing says when there will be room: the server does not know how long texts of devices become.
+"""
 
 
 class Conversation:

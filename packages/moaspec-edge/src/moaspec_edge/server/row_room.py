@@ -109,15 +109,14 @@ class RowRoom:
 
     def _cache_row(self, row: int, request: VerifyRequest | None) -> CacheRow:
         text, read = self._texts[row], 0
-        held = needed = self._verifier.cache.held_slots(row)
+        needed = self._verifier.cache.held_slots(row)
         if request is not None:
             read = len(request.new_tokens)
-            needed = max(held, request.num_verified + read + len(request.tree.tokens))
+            needed = max(needed, request.num_verified + read + len(request.tree.tokens))
         costs = self._scheduler.rounds
         return CacheRow(
             key=text.key,
             owner=text.owner,
-            held=self._bytes(held),
             needed=self._bytes(needed),
             waits=request is not None and not text.has_room,
             reads=request is not None and text.has_room and not text.answered,

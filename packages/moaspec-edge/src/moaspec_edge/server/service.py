@@ -306,11 +306,15 @@ class TargetService:
         """
         ids = self.capabilities.text(request.token_ids)
         sampling = wire.sampling_of(request.sampling, self.capabilities.limits)
-        if self.draining or self.shared.num_rows >= self._room.max_sessions:
-            raise NoRoomError("There is no room for another text; try again later.")
-        own = self.shared.rows_of(owner)
+        if self.draining:
+            raise NoRoomError("The server is stopping; ask another one.")
+        rows, own = self.shared.num_rows, self.shared.rows_of(owner)
+        if rows >= self._room.max_sessions:
+            raise NoRoomError(
+                f"This server has {rows} texts, as many as it takes (--max-sessions)."
+            )
         if own >= self._room.share_of(owner):
-            raise NoRoomError(f"These credentials have {own} texts; try again later.")
+            raise NoRoomError(f"These credentials have {own} texts, as many as they may have.")
         with self._count_text():
             sampling = await self.capabilities.with_grammar(
                 sampling, request.sampling.grammar, len(ids), owner

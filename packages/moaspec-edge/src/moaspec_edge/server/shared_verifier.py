@@ -2,7 +2,8 @@
 
 Each caller asks for one row and waits. Requests that arrive during a pass form the next one. Owners
 take turns by the work that they were served, and each has a share of a pass, so no owner waits
-longer than a pass of such shares.
+longer than a pass of such shares. An owner here is who shares both (`share_key`): the credentials
+of a device, or a single text where there are none.
 """
 
 import asyncio
@@ -50,8 +51,7 @@ class PassOptions:
         max_rows: requests.
         owner_rows: requests of one owner, see `OWNER_DRAFTED` and `client_rows`.
         owner_tokens: tokens of one owner, of texts and drafts, if another owner waits or was in
-            one of the last two passes: or as many as all others have in a pass. More of a text
-            waits for the next pass.
+            one of the last two passes. More of a text waits for the next pass.
         min_pass_s: least duration of a pass, which fixes a server's speed in experiments.
     """
 
@@ -64,16 +64,10 @@ class PassOptions:
 @dataclass(eq=False)
 class _QueuedRequest:
     request: VerifyRequest
-    owner: str
+    share_key: str  # requests with the same one share turns and a part of a pass
     answer: asyncio.Future[tuple[VerifyResult, float]]
     rest: VerifyRequest | None = None
-    takes_turns: str = ""  # with whom it takes turns, if not its owner
     num_verified: int = 0  # tokens that were verified when it came
-
-    @property
-    def turn(self) -> str:
-        """Who takes turns with others."""
-        return self.takes_turns or self.owner
 
     @property
     def tokens(self) -> int:
@@ -130,7 +124,8 @@ class _Pass:
         prompt_piece: most tokens of one prompt.
         owner_drafted: most drafted tokens of one owner.
         owner_rows: most requests of one owner, or as many as all others have in this pass.
-        owner_tokens: the same of its tokens.
+        owner_tokens: most tokens of one owner. With as many as all others have, owners would double
+            a pass one after another.
         rows, drafted, tokens: requests, drafted tokens and all tokens by owner.
     """
 
@@ -147,8 +142,9 @@ class _Pass:
 
     def take(self, job: _QueuedRequest) -> bool:
         """Add a request, or the first part of its text, if it fits; the first always does."""
-        rows, own = self.rows[job.owner], self.tokens[job.owner]
-        room = max(self.owner_tokens, self.tokens.total() - own) - own
+        key = job.share_key
+        rows, own = self.rows[key], self.tokens[key]
+        room = self.owner_tokens - own
         left = max(0, room - len(job.request.new_tokens))
         drafted = min(job.drafted, self.owner_drafted, left)
         prefill = min(job.prefill, room, PREFILL_TOKENS)
@@ -157,7 +153,7 @@ class _Pass:
             and rows < max(self.owner_rows, len(self.jobs) - rows)
             and room > 0
             and (not prefill or self.prefill + prefill <= PREFILL_TOKENS)
-            and self.drafted[job.owner] + drafted <= self.owner_drafted
+            and self.drafted[key] + drafted <= self.owner_drafted
             and self.drafted.total() + drafted <= MAX_PASS_DRAFTED
         )
         if not fits and self.jobs:
@@ -165,10 +161,10 @@ class _Pass:
         job.cut(self.owner_drafted)
         job.split(max(1, room), self.prompt_piece)
         self.jobs.append(job)
-        self.rows[job.owner] += 1
-        self.tokens[job.owner] += job.tokens
+        self.rows[key] += 1
+        self.tokens[key] += job.tokens
         self.prefill += job.prefill
-        self.drafted[job.owner] += job.drafted
+        self.drafted[key] += job.drafted
         return True
 
 
@@ -214,13 +210,13 @@ class SharedVerifier:
             assert isinstance(verifier, LocalVerifier), "others have caches of their own"
             piece = min(self.prompt_piece, self.options.owner_tokens)
             self.room = RowRoom(verifier, self.scheduler, max_bytes, piece)
-        self._turns: dict[int, str] = {}  # with whom each row takes turns
+        self._share_keys: dict[int, str] = {}  # of each row
         self._num_leased = 0
         self._recent: deque[set[int]] = deque(maxlen=2)
         self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
-        self._served: dict[str, int] = {}  # the latest pass of each owner
-        self._asked_s: dict[str, float] = {}
+        self._latest_pass: dict[str, int] = {}  # by share key
+        self._asked_s: dict[str, float] = {}  # by share key, when the latest request came
         self._running: set[int] = set()
         self._leaving: set[int] = set()
         self._wake = asyncio.Event()
@@ -256,10 +252,11 @@ class SharedVerifier:
         row = next(i for i in range(len(self._used) + 1) if i not in self._used)
         self._used[row] = owner
         self._num_leased += 1
-        # Nobody tells devices without credentials apart: each text takes turns of its own.
-        self._turns[row] = f"text {self._num_leased}" if owner == ANONYMOUS else owner
+        # Nobody tells devices without credentials apart: each text has a share of its own.
+        share_key = f"text {self._num_leased}" if owner == ANONYMOUS else owner
+        self._share_keys[row] = share_key
         if self.room is not None:
-            self.room.lease(row, self._turns[row])
+            self.room.lease(row, share_key)
         if self.budget is not None:
             self.budget.forget(row)
         return row
@@ -272,7 +269,9 @@ class SharedVerifier:
             return
         self._verifier.close(row)
         self._used.pop(row, None)
-        self._turns.pop(row, None)
+        share_key = self._share_keys.pop(row, "")
+        if share_key not in self._share_keys.values():
+            self._asked_s.pop(share_key, None)  # nobody else needs a share because of it
         if self.room is not None:
             self.room.close(row)
         if self._on_idle is not None and not self._used:
@@ -295,13 +294,12 @@ class SharedVerifier:
         if self._task is None:
             end_idle_threads()
             self._task = asyncio.create_task(self._run())
-        owner = self._used.get(request.cache_row, "")
-        self._asked_s[owner] = time.monotonic()
+        share_key = self._share_keys.get(request.cache_row, "")
+        self._asked_s[share_key] = time.monotonic()
         job = _QueuedRequest(
             request,
-            owner,
+            share_key,
             asyncio.get_running_loop().create_future(),
-            takes_turns=self._turns.get(request.cache_row, ""),
             num_verified=request.num_verified,
         )
         if self.room is not None:
@@ -356,18 +354,20 @@ class SharedVerifier:
         """
         jobs = [job for job in self._jobs if not job.answer.cancelled()]
         # Of owners that were served alike, the one whose turn was longest ago comes first.
-        owners = sorted({job.turn: 0 for job in jobs}, key=lambda o: self._served.get(o, 0))
-        turns = {owner: place for place, owner in enumerate(self.scheduler.turns(owners))}
+        longest_ago = sorted(
+            {job.share_key: 0 for job in jobs}, key=lambda key: self._latest_pass.get(key, 0)
+        )
+        turns = {key: place for place, key in enumerate(self.scheduler.turns(longest_ago))}
         seen: Counter[str] = Counter()
         order: list[tuple[int, int, _QueuedRequest]] = []
         for job in self._with_room(jobs):
-            order.append((seen[job.turn], turns[job.turn], job))
-            seen[job.turn] += 1
+            order.append((seen[job.share_key], turns[job.share_key], job))
+            seen[job.share_key] += 1
         taken = _Pass(self.options, self.prompt_piece, *self._owner_limits())
         chosen = {id(job) for *_, job in sorted(order, key=lambda one: one[:2]) if taken.take(job)}
         waiting = {id(job) for job in jobs} - chosen
         self._jobs = deque(job for job in jobs if id(job) in waiting)
-        self._served.update(dict.fromkeys(taken.drafted, self.counts.passes + 1))
+        self._latest_pass.update(dict.fromkeys(taken.rows, self.counts.passes + 1))
         return taken.jobs
 
     def _with_room(self, jobs: list[_QueuedRequest]) -> list[_QueuedRequest]:
@@ -383,14 +383,15 @@ class SharedVerifier:
     def _owner_limits(self) -> tuple[int, int, int]:
         """The drafted tokens, rows and tokens of one owner, fewer if there is another owner."""
         since = time.monotonic() - RECENT_S
-        self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
-        self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
-        active = {job.owner for job in self._jobs}
+        self._asked_s = {key: at for key, at in self._asked_s.items() if at >= since}
+        active = {job.share_key for job in self._jobs}
+        known = self._asked_s.keys() | active
+        self._latest_pass = {key: at for key, at in self._latest_pass.items() if key in known}
         drafted, rows, tokens = MAX_PASS_DRAFTED, self.options.max_rows, 1 << 30
         if len(active | self._asked_s.keys()) > 1:
             drafted, rows = OWNER_DRAFTED, self.options.owner_rows
         # A text is not encoded in small parts for an owner who is idle.
-        active |= {o for o, served in self._served.items() if served >= self.counts.passes - 1}
+        active |= {key for key, at in self._latest_pass.items() if at >= self.counts.passes - 1}
         if len(active) > 1:
             tokens = self.options.owner_tokens
         return drafted, rows, tokens
@@ -428,7 +429,7 @@ class SharedVerifier:
             self.room.record(job.request, result, answered=job.rest is None)
         if job.answer.done():
             return
-        self.scheduler.charge_seconds(job.turn, result.process_s)
+        self.scheduler.charge_seconds(job.share_key, result.process_s)
         if job.rest is not None:
             job.request, job.rest = job.rest, None
             self._jobs.append(job)  # behind other prompts of this owner
@@ -449,7 +450,7 @@ class SharedVerifier:
         """Charge a pass to the owners of its requests."""
         tokens = Counter[str]()
         for job in jobs:
-            tokens[job.turn] += job.tokens
+            tokens[job.share_key] += job.tokens
         costs = self.scheduler.rounds
         context = sum(job.request.num_verified for job in jobs) / len(jobs)
         costs.record(tokens.total(), context, seconds)

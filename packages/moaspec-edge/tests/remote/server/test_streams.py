@@ -261,7 +261,7 @@ def test_streams_of_one_owner_do_not_keep_others_waiting(
         inner = at.shared._decide_together
 
         async def noted(jobs: Any) -> None:
-            served.extend(job.owner for job in jobs)
+            served.extend(job.share_key for job in jobs)
             await inner(jobs)
 
         async with (

@@ -18,11 +18,12 @@ from moaspec_core.engine.cache_room import CacheRoom, CacheRow
 from moaspec_core.engine.engine import Engine, context_message
 from moaspec_core.engine.request_state import Event, GenerationResult
 from moaspec_core.engine.scheduler import STEP_S, Work
-from moaspec_core.errors import BusyError, ContextError, InputError
+from moaspec_core.errors import ContextError, InputError, ServerError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.process_memory import end_idle_threads, return_freed_memory
 from moaspec_core.sampling.token_ids import common_length
 from moaspec_serve.sources.source import (
+    AnswerLength,
     Job,
     Load,
     OwnerWork,
@@ -38,9 +39,6 @@ LOG = logging.getLogger("moaspec.sources.engine_worker")
 
 SPARE_SLOTS = 64
 """Slots of a row behind its text: a tree of drafts."""
-
-MEAN = 0.1
-"""Weight of the newest text in the mean length of answers."""
 
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
@@ -98,6 +96,7 @@ class _Parked:
 
     handle: int
     tenant: str
+    owner_label: str
     token_ids: tuple[int, ...]
 
 
@@ -143,13 +142,13 @@ class EngineWorker:
         self._num_steps, self._steps_s, self._long_steps = 0, 0.0, 0
         self._read: Counter[str] = Counter()  # tokens by `Job.owner_label`, as the next two
         self._written: Counter[str] = Counter()
-        self._cache_bytes: Counter[str] = Counter()  # bytes before the latest step
+        self._works: Sequence[Work] = ()  # before the latest step
         self._parked: list[_Parked] = []
         # Largest number of rows and slots that the cache held; (0, 0): it is empty.
         self._high = (0, 0)
         self._used_s = time.monotonic()  # when the newest command came or the last step ended
         self._places = Places("server", limits, self._wait_s)
-        self._mean_tokens = 0.0  # of texts that ended; 0: none did
+        self._mean_tokens = AnswerLength()  # of texts that ended
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
@@ -158,7 +157,7 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the current step; unfinished jobs get a `BusyError`."""
+        """Stop after the current step; unfinished jobs get a `ServerError`."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -172,7 +171,8 @@ class EngineWorker:
         """Totals; another thread may ask for them."""
         active = Counter(one.job.owner_label for one in list(self._active.values()))
         waiting = Counter(one.job.owner_label for one in list(self._waiting))
-        names = {*active, *waiting, *list(self._read), *list(self._written)}
+        held = self._cache_bytes()
+        names = {*active, *waiting, *held, *list(self._read), *list(self._written)}
         return StepCounts(
             steps=self._num_steps,
             seconds=self._steps_s,
@@ -184,7 +184,7 @@ class EngineWorker:
                     waiting=waiting[name],
                     read_tokens=self._read[name],
                     written_tokens=self._written[name],
-                    cache_bytes=self._cache_bytes[name],
+                    cache_bytes=held[name],
                 )
                 for name in names
             },
@@ -210,23 +210,25 @@ class EngineWorker:
     def _wait_s(self, client: str, number: int) -> float:
         """Seconds until so many texts of a key, or of all for "", have probably ended.
 
-        All texts of an owner advance alike, and owners have equal parts of the time.
+        Texts with a place advance alike, and owners have equal parts of the time.
         """
         jobs = [*list(self._active.values()), *list(self._waiting)]
         own = [one for one in jobs if not client or one.job.client == client]
         owners = len({one.job.owner for one in jobs}) if client else 1
-        work_s = sorted(map(self._left_s, own))[: max(1, number)]
-        if not work_s:
+        # Those that wait for a place are begun when others have ended.
+        left_s = [self._left_s(one) for one in own[: max(self._limits.active, number)]]
+        ends_s = sorted(left_s)[: max(1, number)]
+        if not ends_s:
             return 1.0  # they have not arrived in the engine's thread
-        return max(1.0, owners * sum(min(one, work_s[-1]) for one in map(self._left_s, own)))
+        return max(1.0, owners * sum(min(one, ends_s[-1]) for one in left_s))
 
     def _left_s(self, queued: QueuedJob) -> float:
         """Seconds of the target that a text probably still needs, in a batch with the others."""
         written, most = len(queued.result.token_ids), queued.job.max_new_tokens
         costs, prompt = self._engine.scheduler, len(queued.job.prompt_ids)
-        left = max(1, min(most, self._mean_tokens or most) - written)
+        left = self._mean_tokens.tokens_left(written, most, endless=queued.job.ignore_eos)
         rows = max(1, len(self._active))
-        round_s = costs.rounds.seconds(rows, prompt + written) / rows
+        round_s = costs.rounds.seconds(rows, prompt + written + left / 2) / rows
         read_s = 0.0 if written else costs.reading.seconds(prompt, prompt / 2)
         return read_s + left * round_s
 
@@ -234,24 +236,6 @@ class EngineWorker:
         """Remove a job; without effect if it has ended."""
         if not queued.ended:
             self._inbox.put(lambda: self._drop(queued))
-
-    def use_place(self, client: str, command: Callable[[], None]) -> None:
-        """Run a command between two steps, and count it as a text of a client meanwhile.
-
-        It must not raise.
-
-        Raises:
-            BusyError: there are not enough free places now.
-        """
-        self._places.take(client, 1)
-
-        def run() -> None:
-            try:
-                command()
-            finally:
-                self._places.free(client)
-
-        self._inbox.put(run)
 
     def between_steps(self, command: Callable[[], None]) -> None:
         """Run a command in the worker's thread, between two steps. It must not raise."""
@@ -275,7 +259,7 @@ class EngineWorker:
                 break
             command()
         for queued in [*self._active.values(), *self._waiting]:
-            self._end(queued, BusyError("The server is shutting down."))
+            self._end(queued, ServerError("The server is shutting down."))
         self._engine.abort_all()
 
     @property
@@ -338,15 +322,19 @@ class EngineWorker:
             plan = scheduler.next_step([*active, *waiting])
             self._count_work(active, plan)
             return plan
-        rows = [self._cache_row(one, 0) for one in active]
-        self._evict_for(sum(row.needed for row in rows))
+        rows = [self._cache_row(one) for one in active]
+        needed = sum(row.needed for row in rows)
+        self._evict_for(needed)
         room = CacheRoom(self._limits.cache_bytes - self._kept_bytes)
-        admitted = room.admitted(rows, scheduler.served)
-        self._resting.difference_update(admitted)
-        active = [replace(one, ready=one.key not in self._resting) for one in active]
+        admitted: list[int] = []
+        if self._resting:
+            admitted = room.admitted(rows, scheduler.served)
+            self._resting.difference_update(admitted)
+            active = [replace(one, ready=one.key not in self._resting) for one in active]
+            rows = [self._cache_row(one) for one in active]
         plan = scheduler.next_step([*active, *waiting])
-        rows = [self._cache_row(one, plan.get(one.key, 0)) for one in active]
-        for handle in room.set_back(rows, admitted, scheduler.served):
+        leaving = room.set_back(rows, admitted, scheduler.served) if needed > room.limit else []
+        for handle in leaving:
             self._engine.set_back(handle)
             self._resting.add(handle)
             plan.pop(handle, None)
@@ -356,22 +344,29 @@ class EngineWorker:
         return plan
 
     def _count_work(self, works: Sequence[Work], plan: Mapping[int, int]) -> None:
-        """Count what the step reads, and the memory of each owner."""
-        held: Counter[str] = Counter()
+        self._works = works
         for one in works:
-            label = self._active[one.key].job.owner_label
-            held[label] += self._room.of(one.context) if one.context else 0
-            self._read[label] += plan.get(one.key, 0) if one.unread else 0
-        self._cache_bytes = held
+            if one.unread:
+                self._read[self._active[one.key].job.owner_label] += plan.get(one.key, 0)
 
-    def _cache_row(self, work: Work, taken: int) -> CacheRow:
+    def _cache_bytes(self) -> Counter[str]:
+        """Bytes of the texts of each owner, kept ones included, as of the latest step."""
+        held = Counter({old.owner_label: 0 for old in list(self._parked)})
+        for one in self._works:
+            queued = self._active.get(one.key)
+            if queued is not None and one.context:
+                held[queued.job.owner_label] += self._room.of(one.context)
+        for old in list(self._parked):
+            held[old.owner_label] += self._room.of(len(old.token_ids))
+        return held
+
+    def _cache_row(self, work: Work) -> CacheRow:
         waits = work.key in self._resting
-        slots = work.context + (work.unread or taken)
+        slots = work.context + (work.unread or 1)
         return CacheRow(
             key=work.key,
             owner=work.owner,
             priority=work.priority,
-            held=0 if waits else self._room.of(work.context),
             needed=self._room.of(slots + SPARE_SLOTS),
             waits=waits,
             reads=bool(work.unread) and not waits,
@@ -438,7 +433,8 @@ class EngineWorker:
         return rows * row_bytes <= self._limits.cache_bytes
 
     def _join(self, queued: QueuedJob) -> None:
-        job, after = queued.job, self._row_to_reuse(queued.job)
+        job = queued.job
+        after = None if job.scored else self._row_to_reuse(job)
         try:
             queued.handle = self._engine.add(
                 job.prompt_ids,
@@ -448,10 +444,11 @@ class EngineWorker:
                 sampling=job.sampling,
                 shape=self._shaping.policy(job.sampling) if job.speculation else None,
                 free_branches=self._shaping.branches(job.sampling) if job.speculation else None,
-                keep=True,
+                keep=not job.scored,
                 after=after,
                 owner=job.owner,
                 priority=job.priority,
+                scored=job.scored,
             )
         except InputError as error:
             if after is not None:
@@ -484,10 +481,12 @@ class EngineWorker:
             round=None if first else event,
             stop_reason=event.stop_reason,
             num_reused_tokens=queued.result.num_reused_tokens,
+            scores=event.scores,
         )
-        if event.stop_reason is not None:
-            ended = len(queued.result.token_ids)
-            self._mean_tokens += (ended - self._mean_tokens) * (MEAN if self._mean_tokens else 1)
+        if event.stop_reason is not None and queued.job.scored:
+            self._end(queued, update)
+        elif event.stop_reason is not None:
+            self._mean_tokens.add(len(queued.result.token_ids))
             free = not (queued.job.sampling.changes_logits or queued.job.ignore_eos)
             if self._on_text is not None and free:
                 self._on_text(queued.job.prompt_ids, queued.result.token_ids)
@@ -499,7 +498,8 @@ class EngineWorker:
     def _park(self, queued: QueuedJob) -> None:
         assert queued.handle is not None, "only jobs that joined can end"
         text = (*queued.job.prompt_ids, *queued.result.token_ids)
-        self._parked.append(_Parked(queued.handle, queued.job.tenant, text))
+        job = queued.job
+        self._parked.append(_Parked(queued.handle, job.tenant, job.owner_label, text))
         if len(self._parked) > self._limits.parked:
             self._unpark()
 

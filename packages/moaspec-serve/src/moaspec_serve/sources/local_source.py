@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.engine.text_logprobs import text_logprobs
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.generation.renewal import Renew
@@ -24,7 +23,7 @@ from moaspec_core.engine.engine import Engine
 from moaspec_core.engine.scheduler import STEP_S
 from moaspec_core.errors import InputError
 from moaspec_core.policy.policies import DraftSettings
-from moaspec_core.sampling.params import TextLogprobs
+from moaspec_core.sampling.params import GREEDY, TextLogprobs
 from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, RowBytes, WorkerLimits
 from moaspec_serve.sources.source import (
     Cancel,
@@ -160,36 +159,23 @@ class LocalSource(TextSource):
         return cancel
 
     async def score(self, jobs: Sequence[Job]) -> list[TextLogprobs]:
-        for job in jobs:
-            self.info.check(job)
-        return [await self._scored(job) for job in jobs]
+        """See `TextSource`: the prompts are read by turns, as those of any text."""
+        found: list[asyncio.Future[TextLogprobs]] = []
 
-    async def _scored(self, job: Job) -> TextLogprobs:
-        """Of one prompt, between two steps of the engine."""
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[TextLogprobs] = loop.create_future()
-
-        def settle(result: TextLogprobs | Exception) -> None:
-            if found.done():  # cancelled: the client has left
+        def settle(index: int, news: Update | Exception) -> None:
+            if found[index].done():  # cancelled: the client has left
                 return
-            if isinstance(result, Exception):
-                found.set_exception(result)
-            else:
-                found.set_result(result)
+            if isinstance(news, Exception):
+                found[index].set_exception(news)
+            elif news.scores is not None:
+                found[index].set_result(news.scores)
 
-        def command() -> None:
-            result: TextLogprobs | Exception
-            try:
-                if found.cancelled():
-                    return
-                result = text_logprobs(self._target, job.prompt_ids, job.sampling.top_logprobs)
-            except Exception as error:  # noqa: BLE001 - reported to the request
-                result = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, result)
-
-        self._worker.use_place(job.client, command)
-        return await found
+        found += [asyncio.get_running_loop().create_future() for _ in jobs]
+        cancel = self.submit([_reading_of(job) for job in jobs], settle)
+        try:
+            return await asyncio.gather(*found)
+        finally:
+            await cancel()
 
     @property
     def learning(self) -> LearningStatus | None:
@@ -202,6 +188,20 @@ class LocalSource(TextSource):
     @property
     def load(self) -> Load:
         return self._worker.load
+
+
+def _reading_of(job: Job) -> Job:
+    """A job that reads another's prompt, and chooses one token."""
+    sampling = replace(GREEDY, logprobs=True, top_logprobs=job.sampling.top_logprobs)
+    return replace(
+        job,
+        max_new_tokens=1,
+        stop=(),
+        sampling=sampling,
+        grammar=None,
+        speculation=False,
+        scored=True,
+    )
 
 
 def _with_grammar(job: Job) -> Job:

@@ -44,6 +44,7 @@ class Job:
     client: str = ""  # key whose share of the server it uses; "" if there are not several keys
     request: str = ""  # its request, which takes turns of its own if there are not several keys
     priority: int = 0  # among the jobs of one owner the lowest comes first
+    scored: bool = False  # whether log-probabilities of the prompt are wanted too
 
     @property
     def owner(self) -> str:
@@ -75,6 +76,7 @@ class Update:
     provisional: tuple[int, ...] = ()  # all unverified tokens after the final text
     stop_reason: StopReason | None = None  # set on the last update
     num_reused_tokens: int = 0  # prompt tokens found in a cache
+    scores: TextLogprobs | None = None  # of the prompt, with its first token, if wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ class OwnerWork:
     waiting: int = 0  # texts that wait for a place
     read_tokens: int = 0  # of prompts, and of texts that were set back; since the start
     written_tokens: int = 0  # since the start
-    cache_bytes: int = 0  # keys and values
+    cache_bytes: int = 0  # keys and values, those of ended texts included that are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,7 @@ class TextSource(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all jobs with `BusyError` and free everything."""
+        """End all jobs with `ServerError` and free everything."""
         ...
 
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
@@ -268,7 +270,7 @@ class Places:
         self,
         where: str,
         limits: SourceLimits,
-        wait_s: Callable[[str, int], float] = lambda _client, _number: 1.0,
+        wait_s: Callable[[str, int], float],
     ) -> None:
         self._where, self._total, self._wait_s = where, limits.places, wait_s
         self._lock = threading.Lock()
@@ -315,6 +317,35 @@ class Places:
         with self._lock:
             self._taken[client] -= 1
             self._taken += Counter()  # drops clients without texts
+
+
+class RecentMean:
+    """A mean in which newer values weigh more; 0 before the first one."""
+
+    WEIGHT = 0.1
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self.value += (value - self.value) * (self.WEIGHT if self.value else 1.0)
+
+
+class AnswerLength(RecentMean):
+    """The mean number of tokens of answers."""
+
+    def tokens_left(self, written: int, most: int, *, endless: bool) -> float:
+        """Tokens that an answer probably still gets, at least one.
+
+        Args:
+            most: its limit.
+            endless: whether no token ends it before.
+        """
+        left = float(most - written)
+        if self.value and not endless:
+            # What is longer than others probably goes on for as long again.
+            left = min(left, max(self.value - written, written if written >= self.value else 0))
+        return max(1.0, left)
 
 
 def client_share(places: int, client: str) -> int:

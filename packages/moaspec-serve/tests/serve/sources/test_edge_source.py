@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -13,10 +15,12 @@ import pytest
 import edges
 import serving
 from edges import Edge
-from moaspec_core.sampling.params import SamplingParams
+from moaspec_core.errors import BusyError
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_edge.http.edge_source import EdgeLimits, _RunningJob
 from moaspec_serve.guard import GuardSettings
 from moaspec_serve.server_context import ServeSettings
-from moaspec_serve.sources.source import Job
+from moaspec_serve.sources.source import Job, Places
 from serving import LONGEST, MODEL, Served, own_text, say
 
 pytestmark = pytest.mark.usefixtures("patient_link")
@@ -45,6 +49,28 @@ def test_what_the_server_would_refuse_is_refused_here(served_edge: Served) -> No
         ask(served_edge, response_format=form)
     with pytest.raises(openai.BadRequestError, match="ask for fewer"):
         ask(served_edge, n=128)
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    """By what texts took that have ended, and how much the present ones still have to write."""
+
+    def retry_s(client: str, *jobs: tuple[str, int]) -> float:
+        source = Edge(active=2).source
+        places = Places("device", EdgeLimits(active=2, waiting=2), source._wait_s)
+        for number, (owner, tokens) in enumerate(jobs):
+            job = Job(prompt_ids=(1,), max_new_tokens=tokens, client=owner, sampling=GREEDY)
+            places.take(owner, 1)
+            running = _RunningJob(job, lambda _: None, time.monotonic() if number < 2 else None)
+            source._running[cast("Any", number)] = running
+        source._token_s.add(0.5)
+        with pytest.raises(BusyError) as refused:
+            places.take(client, 1 if len(jobs) > 2 else 2)
+        assert f"Try again in {math.ceil(refused.value.retry_s)} s" in str(refused.value)
+        return refused.value.retry_s
+
+    assert retry_s("c", ("a", 80), ("b", 40), ("a", 60), ("b", 20)) == 20.0  # the first one ends
+    assert retry_s("a", ("a", 80), ("a", 40)) == 40.0  # both texts of the key must
+    assert retry_s("a", ("a", 1), ("a", 1)) == 1.0
 
 
 def read_through_a_cut(edge: Edge, served: Served, **extension: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import queue
@@ -19,12 +20,12 @@ import serving
 from costs import rated, watch_reused
 from moaspec.generation.renewal import Renewal
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_core.errors import BusyError, InputError
+from moaspec_core.errors import BusyError, InputError, ServerError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.sampling.params import SamplingParams
 from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
 from moaspec_serve.sources.local_source import LocalSource
-from moaspec_serve.sources.source import Job, Update
+from moaspec_serve.sources.source import AnswerLength, Job, Update
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_unfinished_jobs_get_an_error() -> None:
     source._worker.submit([one for one, _ in batch])
     source._worker.stop()
     ends = [last(updates) for _, updates in batch]
-    assert all(isinstance(one, BusyError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
+    assert all(isinstance(one, ServerError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
 
 
 def test_a_key_has_a_share_of_the_places() -> None:
@@ -213,6 +214,71 @@ def test_a_refusal_says_when_to_come_back() -> None:
     assert one_is_short == pytest.approx(short)
     own = retry_s("a", 4000, 400, 4000, 400)  # both texts of the key must go on to make room
     assert own > retry_s("b", 4000, 400, 4000, 400)
+
+
+def test_long_answers_beside_short_ones_are_not_taken_for_nearly_ended() -> None:
+    length = AnswerLength()
+    assert length.tokens_left(10, 100, endless=False) == 90  # nothing is known
+    length.add(64)
+    assert length.tokens_left(10, 900, endless=False) == 54
+    assert length.tokens_left(300, 900, endless=False) == 300
+    assert length.tokens_left(800, 900, endless=False) == 100
+    assert length.tokens_left(10, 900, endless=True) == 890  # ignore_eos: its limit is its end
+
+
+def test_texts_without_a_place_do_not_make_a_refusal_longer() -> None:
+    def retry_s(waiting: int) -> float:
+        worker = serving.source(active=4, waiting=waiting)._worker
+        worker._waiting += [long_job("a", number, 400)[0] for number in range(4 + waiting)]
+        return worker._wait_s("", 1)
+
+    assert retry_s(40) == pytest.approx(retry_s(0))
+
+
+def test_prompts_that_are_scored_take_turns_with_texts() -> None:
+    """Else many of them, or a long one, would hold up all others."""
+    source, order = serving.source(active=64), list[str]()
+
+    async def score(first: int) -> None:
+        prompt = tuple((first + number) % 250 for number in range(400))
+        sampling = SamplingParams(logprobs=True)
+        job = Job(prompt_ids=prompt, max_new_tokens=1, sampling=sampling, client="mallory")
+        (found,) = await source.score([job])
+        assert len(found.logprobs) == len(prompt) - 1
+        order.append("mallory")
+
+    async def run() -> None:
+        scored = [asyncio.create_task(score(first)) for first in range(24)]
+        await asyncio.sleep(0)
+        one, ended = long_job("alice", 1, 2)
+        source._worker.submit([one])
+        await source.start()
+        await asyncio.to_thread(last, ended)
+        order.append("alice")
+        await asyncio.gather(*scored)
+        await source.close()
+
+    asyncio.run(run())
+    assert order.index("alice") < 12
+    assert source.load.active == source.load.waiting == 0
+
+
+def test_bytes_of_owners_include_what_is_kept_and_end_with_it() -> None:
+    source = serving.source()
+    worker = source._worker
+    worker.start()
+    one, updates = queued("alice")
+    worker.submit([one])
+    last(updates)
+    kept = worker._room.of(3 + 4)
+    while worker.steps.owners["alice"].cache_bytes != kept:  # the thread is about to count it
+        time.sleep(0.01)
+    freed = threading.Event()
+    worker.between_steps(worker._forget_all)
+    worker.between_steps(freed.set)
+    assert freed.wait(60)
+    assert worker.steps.owners["alice"].cache_bytes == 0
+    worker.stop()
 
 
 def ended(worker: EngineWorker, tenant: str, first: int) -> None:

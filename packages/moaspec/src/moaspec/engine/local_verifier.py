@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moaspec.drafting.kv_cache import KVCache, KVWriter, PassSizes, tree_mask
-from moaspec.engine.accept import accept, accept_greedy
+from moaspec.engine.accept import accept, accept_greedy, alternatives
 from moaspec.target.decoder_layers import Slots
 from moaspec.target.target import Target, plain_torch
 from moaspec_core.drafting.draft_tree import causal
@@ -27,6 +27,7 @@ from moaspec_core.drafting.protocols import (
     VerifyResult,
 )
 from moaspec_core.engine.position_rules import PositionRules
+from moaspec_core.sampling.params import Alternatives, TextLogprobs
 
 CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 256, 2048
 """See `Verifier.prompt_tokens`."""
@@ -110,6 +111,8 @@ class LocalVerifier(Verifier):
         self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end
         self._hidden = HiddenStates() if "final_states" in self._needs else None
         self._target_s = 0.0  # passes and head of the current call
+        # By row, the scores of what the current call has read.
+        self._scores: dict[int, tuple[list[float], list[Alternatives]]] = {}
         rules = PositionRules.of(target)
         self._rules = None if rules.are_plain else rules
         self._device = target.device  # `device` of a module searches its parameters
@@ -155,10 +158,16 @@ class LocalVerifier(Verifier):
 
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         self._target_s = 0.0
+        self._scores.clear()  # of a call that failed
         rows = self._prefill(requests)
         in_one_call = self._in_one_call(rows[0]) if len(rows) == 1 else None
         states, chosen = in_one_call or (self._states(rows), None)
         decisions = self._decide(rows, states, chosen)
+        for row, states_TE, decision in zip(rows, states, decisions, strict=True):
+            if row.request.scored:
+                self._score(row, states_TE)
+                logprobs, top = self._scores.pop(row.request.cache_row)
+                decision.scores = TextLogprobs(tuple(logprobs), tuple(top))
         if self._hidden is not None:
             for row, states_TE, decision in zip(rows, states, decisions, strict=True):
                 kept = [*range(row.num_new), *(row.num_new + node for node in decision.accepted)]
@@ -185,6 +194,7 @@ class LocalVerifier(Verifier):
                 chunk, tokens = tokens[:PREFILL_CHUNK_TOKENS], tokens[PREFILL_CHUNK_TOKENS:]
                 row = PassRow(request, start, chunk, len(chunk))
                 states, _ = self._in_one_call(row) or (self._states([row]), None)
+                self._score(row, states[0])
                 if self._hidden is not None:
                     self._hidden.add(request.cache_row, start, states[0])
                 start += len(chunk)
@@ -207,7 +217,8 @@ class LocalVerifier(Verifier):
         parents = [*range(-1, row.num_new - 1), *(row.num_new + parent for parent in drafts)]
         ends = 1 + len(drafts)  # the root and the drafts, which the target chooses after
         choices = 0 if row.request.sampling.needs_logits else ends
-        finished = ends if self._hidden is None else len(row.tokens)
+        reads_all = self._hidden is not None or row.request.scored
+        finished = len(row.tokens) if reads_all else ends
         with self._timed():
             self.cache.hold(cache_row, visible)
             slots = Slots(self.cache.data, [cache_row], [row.start], visible)
@@ -215,6 +226,21 @@ class LocalVerifier(Verifier):
                 row.tokens, parents, slots, finished=finished, choices=choices
             )
         return None if result is None else ([result[0]], result[1])
+
+    def _score(self, row: PassRow, states_TE: Tensor) -> None:
+        """Add the log-probabilities of the tokens that follow each of a row's new ones."""
+        first = row.start - row.request.num_verified
+        following = row.request.scored[max(0, first) : max(0, first + row.num_new)]
+        states_TE = states_TE[max(0, -first) :]  # without tokens that are read again
+        logprobs, top = self._scores.setdefault(row.request.cache_row, ([], []))
+        for start in range(0, len(following), MAX_HEAD_NODES):
+            own = following[start : start + MAX_HEAD_NODES]
+            with self._timed():
+                log_p_TV = self.target.head(states_TE[start : start + len(own)]).log_softmax(-1)
+            own_T1 = torch.tensor(own, device=self._device)[:, None]
+            logprobs += log_p_TV.gather(1, own_T1)[:, 0].tolist()
+            number = row.request.sampling.top_logprobs
+            top += alternatives(log_p_TV, number) or [()] * len(own)
 
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
         """One pass over all rows: the final states of each one's tokens, (n, E)."""
