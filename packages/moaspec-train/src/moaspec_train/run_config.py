@@ -91,12 +91,10 @@ class TrainConfig:
             and fewer, and in none from half of the run on.
         warm_start: start from the target's own weights and states, see
             `moaspec_train.students.warm_start`.
-        initial: a drafter to continue from: an alias, directory or hub id. Its sizes are kept. So
-            are its N, unless it has no exits and `num_target_layers` names others: then each N gets
-            an exit, initialised by regression. `warm_start` and `sizes` have no effect, except two
-            sizes that are not 0: to `sizes.draft_vocab` the vocabulary grows by the most frequent
-            other tokens of the data, to `sizes.sa_layers` SA grows by layers that are the identity
-            at first.
+        initial: a drafter to continue from: an alias, directory or hub id. Its sizes and its N are
+            kept. `warm_start` and `sizes` have no effect, except two sizes that are not 0: to
+            `sizes.draft_vocab` the vocabulary grows by the most frequent other tokens of the data,
+            to `sizes.sa_layers` SA grows by layers that are the identity at first.
         warm_start_tokens: number of tokens whose activations `warm_start` uses.
         frozen_lsa: fraction of the steps, at the start, with LSA's initial weights.
             Its means over layers are then computed once per example and kept on disk, which makes
