@@ -25,7 +25,7 @@ from moaspec_train.data_order import FORM, DataOrder, NextBatch, TrainBatch, spl
 from moaspec_train.dataset.examples import Example
 from moaspec_train.parallelism import new_accelerator, new_strategy, split_state, sum_over_processes
 from moaspec_train.reports.held_out_history import BestStep, held_out_score, overfitting
-from moaspec_train.reports.model_card import DECODED_PROMPTS, decoded_tau, write_card
+from moaspec_train.reports.model_card import write_card
 from moaspec_train.reports.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
 from moaspec_train.reports.run_notes import run_notes
 from moaspec_train.run_config import TrainConfig, learning_rate, num_passes
@@ -151,7 +151,7 @@ class Trainer:
                         self.save(wait=False)
                     report(metrics)
             self.wait_for_save()
-            self.export(decode=ending is StopCause.FINISHED)
+            self.export()
         return ending
 
     @contextmanager
@@ -367,20 +367,19 @@ class Trainer:
             )
         return tensors
 
-    def export(self, name: str = LAST, *, decode: bool = False) -> None:
+    def export(self, name: str = LAST) -> None:
         """Write the drafter's checkpoint, which `load_drafter` reads, and its model card.
 
         Args:
             name: directory in `config.output`.
-            decode: measure tau by decoding held-out prompts with it.
         """
         with self.strategy.averaged():
             weights, *_ = split_state(self._finite(self.strategy.weights()))
             if self.accelerator.is_main_process:
-                self._write(self.output / name, weights, decode=decode)
+                self._write(self.output / name, weights)
         self.accelerator.wait_for_everyone()
 
-    def _write(self, directory: Path, weights: Mapping[str, Tensor], *, decode: bool) -> None:
+    def _write(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a checkpoint of these weights."""
         info = {
             "config": dataclasses.asdict(self.config),
@@ -392,12 +391,7 @@ class Trainer:
         if self._acceptance:
             self.student.record(self._acceptance, self._head_moment_EE)
         self.student.save(weights, directory, info)
-        prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
-        if decode and prompts:
-            num_decoded = min(len(prompts), DECODED_PROMPTS)
-            log.info("Decoding %d held-out prompts with the drafter", num_decoded)
-        tau = decoded_tau(directory, self.target, prompts) if decode else None
-        write_card(directory, self.student, self.config, info, self.log.rows(), tau=tau)
+        write_card(directory, self.student, self.config, info, self.log.rows())
 
     def _resume_conditions(self, examples: int | None = None, like: str = FORM) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON.

@@ -28,7 +28,6 @@ from moaspec.backends import linear_backends
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.generation.drafters import load_any_drafter
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.published import save_published
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
@@ -39,7 +38,6 @@ from moaspec_core.engine.engine import run_now
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_train.dataset.examples import Example, response_counts
 from moaspec_train.reports.held_out_history import BestStep
-from moaspec_train.reports.model_card import decoded_tau
 from moaspec_train.reports.run_log import StepMetrics
 from moaspec_train.reports.run_notes import emulation, setting_notes
 from moaspec_train.run_config import TrainConfig, learning_rate, staircase_probability
@@ -843,7 +841,6 @@ def test_the_card_tells_what_was_done(tmp_path: Path) -> None:
         "| draft vocabulary | 64 of 64 tokens |",
         f"| parameters | {sum(p.numel() for p in module(run).parameters()) / 1e6:.1f}M |",
         "| licence | not stated",
-        "Decoded, tau is ",
     ):
         assert words in card
     assert "base_model" not in card  # "tiny" is no model of the hub
@@ -895,16 +892,6 @@ def test_the_commands_of_the_card(
     assert ("moaspec.load_drafter(" in card) == (options.get("drafter") != "eagle")
     config = read_config(tmp_path / "drafter")
     assert config["speculators_config"]["verifier"]["name_or_path"] == "me/it"
-
-
-def test_tau_by_decoding(tmp_path: Path) -> None:
-    """A drafter that knows its texts by heart; prompts without room are left out."""
-    target = tiny.target()
-    save_drafter(tiny.agreeing_drafter("llama"), tmp_path)
-    tau = decoded_tau(tmp_path, target, [*tiny.PROMPTS, (1,) * 250])
-    assert tau is not None
-    assert tau > 1.5
-    assert decoded_tau(tmp_path, target, [(1,) * 250]) is None
 
 
 @pytest.mark.slow
