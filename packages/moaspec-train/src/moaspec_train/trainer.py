@@ -24,9 +24,16 @@ from moaspec_train.accelerators import fast_products, peak_memory
 from moaspec_train.data_order import FORM, DataOrder, NextBatch, TrainBatch, split_batch
 from moaspec_train.dataset.examples import Example
 from moaspec_train.parallelism import new_accelerator, new_strategy, split_state, sum_over_processes
-from moaspec_train.reports.held_out_history import BestStep, held_out_score, overfitting
 from moaspec_train.reports.model_card import write_card
-from moaspec_train.reports.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
+from moaspec_train.reports.run_log import (
+    BestStep,
+    OnStep,
+    RunLog,
+    StepMetrics,
+    held_out_score,
+    step_metrics,
+    tracker_values,
+)
 from moaspec_train.reports.run_notes import run_notes
 from moaspec_train.run_config import TrainConfig, learning_rate, num_passes
 from moaspec_train.run_failures import explain_failures
@@ -200,15 +207,11 @@ class Trainer:
         return metrics
 
     def _export_if_best(self, metrics: StepMetrics) -> None:
-        """Export the weights if they are the best so far; warn of overfitting."""
+        """Export the weights if they are the best so far."""
         score = held_out_score(metrics)
         if self.best is None or score > self.best.score:
             self.best = BestStep(self.step, score)
             self.export(BEST)
-        if self.accelerator.is_main_process:
-            warning = overfitting(self.log.rows())
-            if warning is not None:
-                log.warning(warning)
 
     def train_step(self) -> LossSums:
         """One optimiser step over all processes and accumulation steps.

@@ -37,8 +37,7 @@ from moaspec_core.drafting.protocols import RequestText, VerifyRequest
 from moaspec_core.engine.engine import run_now
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_train.dataset.examples import Example, response_counts
-from moaspec_train.reports.held_out_history import BestStep
-from moaspec_train.reports.run_log import StepMetrics
+from moaspec_train.reports.run_log import BestStep, StepMetrics
 from moaspec_train.reports.run_notes import emulation, setting_notes
 from moaspec_train.run_config import TrainConfig, learning_rate, staircase_probability
 from moaspec_train.stopping import StopCause
@@ -574,14 +573,6 @@ def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again.run()
     assert (steps("best"), steps("drafter")) == (4, 8)
     assert moaspec.load_drafter(tmp_path / "best", target=tiny.target()).config
-
-
-def test_overfitting_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("moaspec_train.trainer.overfitting", lambda rows: f"{len(rows)} steps")
-    trainer(tmp_path).run()
-    assert caplog.messages[-2:] == ["2 steps", "4 steps"]
 
 
 def test_measured_accuracy_of_a_perfect_drafter(
