@@ -23,7 +23,7 @@ from moaspec_train.students.drafter_sizes import DrafterSizes
 from moaspec_train.students.losses import LossWeights
 
 _COUNTS = (
-    *("batch_size", "accumulation", "steps", "shortest_block", "save_every", "max_length"),
+    *("batch_size", "steps", "shortest_block", "save_every", "max_length"),
     *("warm_start_tokens", "max_new_tokens", "keep_states"),
 )
 _AMOUNTS = (
@@ -69,10 +69,9 @@ class TrainConfig:
         held_out_data: files, as `data`, whose examples are measured on instead, so that runs over
             more data are compared on the same ones. Those that are also in `data` are not trained
             on.
-        batch_size: examples of one optimiser step, over all processes and accumulation steps.
+        batch_size: examples of one optimiser step, over all its passes and processes.
         batch_tokens: if not 0, fill a step with examples of similar length up to this number of
             tokens, pads included, instead of `batch_size` examples.
-        accumulation: minimum number of passes of a process in a step.
         pass_tokens: tokens of a pass, roughly; 0 means 512 on a CPU, where larger passes gain
             nothing and need more padding, and 8,192 on a GPU. It changes rounding only.
         steps: optimiser steps.
@@ -135,7 +134,6 @@ class TrainConfig:
     held_out_data: tuple[str, ...] = ()
     batch_size: int = 8
     batch_tokens: int = 0
-    accumulation: int = 1
     pass_tokens: int = 0
     steps: int = 2000
     learning_rate: float = 1e-3
@@ -382,6 +380,7 @@ _GONE_VALUES = {
 """Values of earlier versions, and what to use instead."""
 _GONE_KEYS: dict[str, tuple[Any, str]] = {
     "loss.survival": (0, "leave it out, and give tokens that are accepted more weight by hybrid"),
+    "accumulation": (1, "pass_tokens says how many tokens a pass has, whatever their number"),
     "anchors": ("random", "blocks that begin at random places train as good a drafter"),
 }
 """Settings of earlier versions: the value that did nothing, and what to use instead of others."""
@@ -509,7 +508,7 @@ def launched_processes() -> int:
 def num_passes(config: TrainConfig, tokens: int, processes: int) -> int:
     """Passes of each process in a step of this many tokens, at least."""
     limit = config.pass_tokens or PASS_TOKENS[config.device]
-    return max(config.accumulation, -(-tokens // (limit * processes)))
+    return max(1, -(-tokens // (limit * processes)))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -214,7 +214,7 @@ class Trainer:
             self.export(BEST)
 
     def train_step(self) -> LossSums:
-        """One optimiser step over all processes and accumulation steps.
+        """One optimiser step over all processes and passes.
 
         A batch whose loss or gradients are not finite is skipped and counted.
 

@@ -653,14 +653,14 @@ def test_a_damaged_state_is_reported(content: bytes, tmp_path: Path) -> None:
         trainer(tmp_path)
 
 
-def test_accumulation_changes_nothing(tmp_path: Path) -> None:
+def test_the_number_of_passes_changes_nothing(tmp_path: Path) -> None:
     """Losses are normalised by the tokens of the whole step, however many passes it takes."""
     found = []
-    for accumulation in (1, 3, 4):
+    for tokens in (1000, 20, 1):  # of a pass: one pass, and a pass for each row
         run = trainer(
-            tmp_path / str(accumulation),
+            tmp_path / str(tokens),
             batch_size=3,
-            accumulation=accumulation,
+            pass_tokens=tokens,
             loss=LossWeights(summary=0.5),
         )
         parts = run.train_step()
