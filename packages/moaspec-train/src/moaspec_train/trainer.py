@@ -21,7 +21,7 @@ from moaspec.target.target import Target
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_core.support.locks import claimed
 from moaspec_train.accelerators import fast_products, peak_memory
-from moaspec_train.data_order import FORM, DataOrder, NextBatch, TrainBatch, split_batch
+from moaspec_train.data_order import DataOrder, NextBatch, TrainBatch, split_batch
 from moaspec_train.dataset.examples import Example
 from moaspec_train.parallelism import new_accelerator, new_strategy, split_state, sum_over_processes
 from moaspec_train.reports.model_card import write_card
@@ -396,17 +396,16 @@ class Trainer:
         self.student.save(weights, directory, info)
         write_card(directory, self.student, self.config, info, self.log.rows())
 
-    def _resume_conditions(self, examples: int | None = None, like: str = FORM) -> dict[str, Any]:
+    def _resume_conditions(self, examples: int | None = None) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON.
 
         Args:
             examples: of the saved run, which are the first ones; None for all.
-            like: the saved hash of examples, whose form is taken.
         """
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {
             **settings,
-            "examples": self.data.fingerprint(examples, like=like),
+            "examples": self.data.fingerprint(examples),
             "target": self._target_hash,
         }
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
@@ -414,9 +413,7 @@ class Trainer:
 
     def _resume(self, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
         was = info.get("run", {})
-        like = str(was.get("examples", FORM))
-        now = self._resume_conditions(info.get("order", {}).get("examples"), like)
-        was.setdefault("target", now["target"])  # states of an earlier version do not name it
+        now = self._resume_conditions(info.get("order", {}).get("examples"))
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
             raise InputError(
@@ -429,7 +426,7 @@ class Trainer:
         try:
             self.data.restore(info["order"])
             self.step, self.tokens = int(info["step"]), int(info["tokens"])
-            self.skipped = int(info.get("skipped", 0))
+            self.skipped = int(info["skipped"])
             self._acceptance = tuple(map(tuple, info["acceptance"]))
             self.best = info["best"] and BestStep(**info["best"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
