@@ -219,7 +219,7 @@ class DataOrder:
             digest = hashlib.sha256()
             for one in self.examples[:count]:
                 digest.update(_bytes(one))
-        return "2:" + digest  # the form of the hash.hexdigest()[:16]
+        return "2:" + digest.hexdigest()[:16]  # 2: the form of the hash
 
     def state(self) -> dict[str, Any]:
         """The position in the epoch, as JSON."""
