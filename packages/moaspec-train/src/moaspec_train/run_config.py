@@ -353,11 +353,13 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
 
 _GONE_VALUES = {
     ("sharding", "deepspeed"): "use sharding=fsdp, which shards the optimiser, too, also on CPUs",
-    **dict.fromkeys(
-        (("loss.divergence", "reverse_kl"), ("loss.divergence", "total_variation")),
-        "use hybrid or negative_log_acceptance, which train the acceptance probability, or "
-        "forward_kl",
-    ),
+    **{
+        (
+            "loss.divergence",
+            gone,
+        ): "use hybrid, which trains acceptance, or forward_kl"
+        for gone in ("reverse_kl", "total_variation", "negative_log_acceptance")
+    },
 }
 """Values of earlier versions, and what to use instead."""
 _GONE_KEYS: dict[str, tuple[Any, str]] = {

@@ -89,6 +89,7 @@ def test_the_key_nearest_to_an_unknown_one_is_named(
         ("loss.survival=0.5", "hybrid"),
         ("loss.divergence=reverse_kl", "use hybrid"),
         ("loss.divergence=total_variation", "use hybrid"),
+        ("loss.divergence=negative_log_acceptance", "use hybrid"),
     ],
 )
 def test_settings_of_earlier_versions_are_refused_by_name(
