@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from moaspec.model.layers import weights_of_a_step
 from moaspec.target.target import Target
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_core.support.locks import claimed
@@ -259,11 +260,14 @@ class Trainer:
         A GPU is waited for once, at the end.
         """
         device, sums = self.accelerator.device, None
+        # Several processes exchange gradients in the last pass, a GPU's layers are compiled.
+        is_alone = device.type == "cpu" and self.accelerator.num_processes == 1
         with fast_products(device):
-            for number, part in enumerate(batch.parts, start=1):
-                with self.strategy.gradient_sync(last=number == len(batch.parts)):
-                    found = self._backward(part.to(device), batch.whole)
-                    sums = found if sums is None else sums + found
+            with weights_of_a_step() if is_alone else nullcontext():
+                for number, part in enumerate(batch.parts, start=1):
+                    with self.strategy.gradient_sync(last=number == len(batch.parts)):
+                        found = self._backward(part.to(device), batch.whole)
+                        sums = found if sums is None else sums + found
             norm = self.strategy.clipped(self.config.clip)
         assert sums is not None
         whole = sum_over_processes(self.accelerator, sums)

@@ -12,14 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import tiny
+from moaspec.model import layers
 from moaspec.model.layers import (
     CrossAttentionLayer,
     DecoderLayer,
     KeyValueProjection,
     Rope,
+    folded,
     masked_attention,
     normed_products,
     scaled_rope,
+    weights_of_a_step,
 )
 from moaspec.model.masks import text_mask
 from moaspec.target.families import plain_layer_state
@@ -171,6 +174,35 @@ def test_products_of_a_normed_input_and_their_gradients(bias: bool) -> None:
     with torch.no_grad():
         for got, wanted in zip(normed_products(norm, x, linears), expected, strict=True):
             assert torch.equal(got, wanted)
+
+
+def test_passes_of_a_step_fold_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are those of passes that fold them anew; a frozen layer gets none."""
+    torch.manual_seed(0)
+    norm, still = torch.nn.RMSNorm(8, eps=EPS), torch.nn.RMSNorm(8, eps=EPS)
+    still.requires_grad_(requires_grad=False)
+    linears = [torch.nn.Linear(8, size) for size in (4, 2)]
+    frozen = [torch.nn.Linear(8, 3).requires_grad_(requires_grad=False)]
+    parameters = [norm.weight, *(p for one in linears for p in one.parameters())]
+    passes, folds = torch.randn(3, 5, 8), []
+
+    def gradients() -> list[torch.Tensor]:
+        for x in passes:
+            parts = [*normed_products(norm, x, linears), *normed_products(still, x, frozen)]
+            torch.cat(parts, dim=-1).square().sum().backward()
+        return [p.grad.clone() for p in parameters if p.grad is not None]
+
+    expected = gradients()
+    monkeypatch.setattr(layers, "folded", lambda *given: folds.append(given) or folded(*given))
+    for p in parameters:
+        p.grad = None
+    with weights_of_a_step():
+        gradients()
+    assert len(folds) == 2
+    for p, wanted in zip(parameters, expected, strict=True):
+        assert p.grad is not None
+        assert_close(p.grad, wanted)
+    assert all(p.grad is None for p in (still.weight, *frozen[0].parameters()))
 
 
 def test_the_mean_of_a_layer_and_its_gradients(model: Any) -> None:
