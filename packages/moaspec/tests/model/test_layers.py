@@ -18,6 +18,7 @@ from moaspec.model.layers import (
     DecoderLayer,
     KeyValueProjection,
     Rope,
+    attention_among_few,
     folded,
     masked_attention,
     normed_products,
@@ -174,6 +175,22 @@ def test_products_of_a_normed_input_and_their_gradients(bias: bool) -> None:
     with torch.no_grad():
         for got, wanted in zip(normed_products(norm, x, linears), expected, strict=True):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_among_few_and_its_gradients(kv_heads: int) -> None:
+    """By products, as PyTorch's own."""
+    torch.manual_seed(0)
+    shapes = [(3, heads, 7, 8) for heads in (4, kv_heads, kv_heads)]
+    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    found, expected = attention_among_few(*given), masked_attention(*given)
+    assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(one, given, weights) for one in (found, expected)]
+    for got, wanted in zip(*gradients, strict=True):
+        assert_close(got, wanted)
+    with torch.no_grad():
+        assert torch.equal(attention_among_few(*given), masked_attention(*given))
 
 
 def test_passes_of_a_step_fold_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
