@@ -201,7 +201,7 @@ def test_passes_of_a_step_fold_weights_once(monkeypatch: pytest.MonkeyPatch) -> 
     linears = [torch.nn.Linear(8, size) for size in (4, 2)]
     frozen = [torch.nn.Linear(8, 3).requires_grad_(requires_grad=False)]
     parameters = [norm.weight, *(p for one in linears for p in one.parameters())]
-    passes, folds = torch.randn(3, 5, 8), []
+    passes, folds = torch.randn(3, 5, 8), list[Any]()
 
     def gradients() -> list[torch.Tensor]:
         for x in passes:
@@ -210,7 +210,12 @@ def test_passes_of_a_step_fold_weights_once(monkeypatch: pytest.MonkeyPatch) -> 
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
     expected = gradients()
-    monkeypatch.setattr(layers, "folded", lambda *given: folds.append(given) or folded(*given))
+
+    def counted(*given: Any) -> torch.Tensor:
+        folds.append(given)
+        return folded(*given)
+
+    monkeypatch.setattr(layers, "folded", counted)
     for p in parameters:
         p.grad = None
     with weights_of_a_step():
