@@ -20,6 +20,7 @@ from commands import complaints, interrupt_after
 from moaspec_core.cli.main import run
 from moaspec_core.engine.engine import Engine
 from moaspec_train.cli.writing_progress import WritingProgress
+from moaspec_train.dataset.journal import Journal
 from moaspec_train.dataset.response_writer import ResponseWriter
 
 COMMANDS = ("synth", "regenerate", "stats", "overlap")
@@ -320,9 +321,7 @@ def test_what_options_and_files_decide_is_refused_without_weights(
     (tmp_path / "bare" / "model.safetensors").unlink()
     prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "r.jsonl"
     out.write_text("mine")
-    (tmp_path / "begun").write_text("")
-    settings = {"settings": {"target": bare, "seed": 0}}
-    (tmp_path / "begun.progress").write_text(json.dumps(settings))
+    Journal(tmp_path / "begun", {"target": bare, "seed": 0}).close()
     long = jsonl(tmp_path / "long.jsonl", [{"prompt": "w20 " * 300}])
     for refused, named in (
         (("--out", str(out)), "not written by this command"),

@@ -26,7 +26,6 @@ from moaspec_core.errors import InputError
 from moaspec_train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
 from moaspec_train.run_config import TrainConfig, staircase_probability
 
-FORM = "2:"  # before a hash of examples
 WIDTH = 64  # of which tokens of a row are a multiple on a GPU, which plans each shape anew
 
 T = TypeVar("T")
@@ -213,21 +212,14 @@ class DataOrder:
         )
         return [[ids[i] for i in batch] for batch in batches]
 
-    def fingerprint(self, count: int | None = None, *, like: str = FORM) -> str:
-        """A hash of the first `count` examples, or of all.
-
-        Args:
-            like: another hash, whose form is taken: earlier versions had another one.
-        """
-        if not like.startswith(FORM):
-            texts = "".join(repr(one.pieces) for one in self.examples[:count])
-            return hashlib.sha256(texts.encode()).hexdigest()[:16]
+    def fingerprint(self, count: int | None = None) -> str:
+        """A hash of the first `count` examples, or of all."""
         digest = self._digest
         if count is not None:
             digest = hashlib.sha256()
             for one in self.examples[:count]:
                 digest.update(_bytes(one))
-        return FORM + digest.hexdigest()[:16]
+        return "2:" + digest.hexdigest()[:16]  # 2: the form of the hash
 
     def state(self) -> dict[str, Any]:
         """The position in the epoch, as JSON."""

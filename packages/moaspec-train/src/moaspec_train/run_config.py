@@ -23,7 +23,7 @@ from moaspec_train.students.drafter_sizes import DrafterSizes
 from moaspec_train.students.losses import LossWeights
 
 _COUNTS = (
-    *("batch_size", "accumulation", "steps", "shortest_block", "save_every", "max_length"),
+    *("batch_size", "steps", "shortest_block", "save_every", "max_length"),
     *("warm_start_tokens", "max_new_tokens", "keep_states"),
 )
 _AMOUNTS = (
@@ -42,8 +42,7 @@ _RANGES = {
 }
 
 
-MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_NUMBER = 1 << 20, 10_000, 100
-"""Of a configuration: bytes, values where aliases repeat them, and characters of a number."""
+MAX_YAML_BYTES = 1 << 20  # of a configuration
 PASS_TOKENS = {"cpu": 512, "cuda": 8192}
 """Tokens of a pass, by device: on a CPU enough rows for products at full speed, on a GPU enough to
 keep it busy while the next operations are launched."""
@@ -69,10 +68,9 @@ class TrainConfig:
         held_out_data: files, as `data`, whose examples are measured on instead, so that runs over
             more data are compared on the same ones. Those that are also in `data` are not trained
             on.
-        batch_size: examples of one optimiser step, over all processes and accumulation steps.
+        batch_size: examples of one optimiser step, over all its passes and processes.
         batch_tokens: if not 0, fill a step with examples of similar length up to this number of
             tokens, pads included, instead of `batch_size` examples.
-        accumulation: minimum number of passes of a process in a step.
         pass_tokens: tokens of a pass, roughly; 0 means 512 on a CPU, where larger passes gain
             nothing and need more padding, and 8,192 on a GPU. It changes rounding only.
         steps: optimiser steps.
@@ -91,12 +89,10 @@ class TrainConfig:
             and fewer, and in none from half of the run on.
         warm_start: start from the target's own weights and states, see
             `moaspec_train.students.warm_start`.
-        initial: a drafter to continue from: an alias, directory or hub id. Its sizes are kept. So
-            are its N, unless it has no exits and `num_target_layers` names others: then each N gets
-            an exit, initialised by regression. `warm_start` and `sizes` have no effect, except two
-            sizes that are not 0: to `sizes.draft_vocab` the vocabulary grows by the most frequent
-            other tokens of the data, to `sizes.sa_layers` SA grows by layers that are the identity
-            at first.
+        initial: a drafter to continue from: an alias, directory or hub id. Its sizes and its N are
+            kept. `warm_start` and `sizes` have no effect, except two sizes that are not 0: to
+            `sizes.draft_vocab` the vocabulary grows by the most frequent other tokens of the data,
+            to `sizes.sa_layers` SA grows by layers that are the identity at first.
         warm_start_tokens: number of tokens whose activations `warm_start` uses.
         frozen_lsa: fraction of the steps, at the start, with LSA's initial weights.
             Its means over layers are then computed once per example and kept on disk, which makes
@@ -140,7 +136,6 @@ class TrainConfig:
     held_out_data: tuple[str, ...] = ()
     batch_size: int = 8
     batch_tokens: int = 0
-    accumulation: int = 1
     pass_tokens: int = 0
     steps: int = 2000
     learning_rate: float = 1e-3
@@ -306,20 +301,10 @@ _YAML_ERRORS = (
 
 
 def _loaded(text: str) -> Any:
-    """A value in YAML; InputError where it is too large, also by aliases that repeat parts."""
+    """A value in YAML; InputError where it is too large."""
     if len(text) > MAX_YAML_BYTES:
         raise InputError(f"it has more than {MAX_YAML_BYTES >> 20} MiB.")
-    value = yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
-    waiting, count = [value], 0
-    while waiting:
-        one, count = waiting.pop(), count + 1
-        if count > MAX_YAML_VALUES:
-            raise InputError(f"it has more than {MAX_YAML_VALUES} values.")
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, (list, tuple, set)):
-            waiting += one
-    return value
+    return yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -331,13 +316,6 @@ class _UniqueKeys(yaml.SafeLoader):
         if twice is not None:
             raise InputError(f"the key {twice!r} occurs twice.")
         return super().construct_mapping(node, deep)
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """Refuse long numbers: PyYAML takes quadratic time for some."""
-        is_text = node.tag == "tag:yaml.org,2002:str"
-        if not is_text and len(node.value) > MAX_NUMBER:
-            raise InputError(f"a number has {len(node.value)} characters, at most {MAX_NUMBER}.")
-        return super().construct_scalar(node)
 
 
 def _problem(error: Any) -> str:
@@ -379,15 +357,18 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
 
 _GONE_VALUES = {
     ("sharding", "deepspeed"): "use sharding=fsdp, which shards the optimiser, too, also on CPUs",
-    **dict.fromkeys(
-        (("loss.divergence", "reverse_kl"), ("loss.divergence", "total_variation")),
-        "use hybrid or negative_log_acceptance, which train the acceptance probability, or "
-        "forward_kl",
-    ),
+    **{
+        (
+            "loss.divergence",
+            gone,
+        ): "use hybrid, which trains acceptance, or forward_kl"
+        for gone in ("reverse_kl", "total_variation", "negative_log_acceptance")
+    },
 }
 """Values of earlier versions, and what to use instead."""
 _GONE_KEYS: dict[str, tuple[Any, str]] = {
     "loss.survival": (0, "leave it out, and give tokens that are accepted more weight by hybrid"),
+    "accumulation": (1, "pass_tokens says how many tokens a pass has, whatever their number"),
     "anchors": ("random", "blocks that begin at random places train as good a drafter"),
 }
 """Settings of earlier versions: the value that did nothing, and what to use instead of others."""
@@ -515,7 +496,7 @@ def launched_processes() -> int:
 def num_passes(config: TrainConfig, tokens: int, processes: int) -> int:
     """Passes of each process in a step of this many tokens, at least."""
     limit = config.pass_tokens or PASS_TOKENS[config.device]
-    return max(config.accumulation, -(-tokens // (limit * processes)))
+    return max(1, -(-tokens // (limit * processes)))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from moaspec.model.layers import weights_of_a_step
 from moaspec.target.target import Target
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_core.support.locks import claimed
 from moaspec_train.accelerators import fast_products, peak_memory
-from moaspec_train.data_order import FORM, DataOrder, NextBatch, TrainBatch, split_batch
+from moaspec_train.data_order import DataOrder, NextBatch, TrainBatch, split_batch
 from moaspec_train.dataset.examples import Example
 from moaspec_train.parallelism import new_accelerator, new_strategy, split_state, sum_over_processes
-from moaspec_train.reports.held_out_history import BestStep, held_out_score, overfitting
-from moaspec_train.reports.model_card import DECODED_PROMPTS, decoded_tau, write_card
-from moaspec_train.reports.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
+from moaspec_train.reports.model_card import write_card
+from moaspec_train.reports.run_log import (
+    BestStep,
+    OnStep,
+    RunLog,
+    StepMetrics,
+    held_out_score,
+    step_metrics,
+    tracker_values,
+)
 from moaspec_train.reports.run_notes import run_notes
 from moaspec_train.run_config import TrainConfig, learning_rate, num_passes
 from moaspec_train.run_failures import explain_failures
@@ -151,7 +159,7 @@ class Trainer:
                         self.save(wait=False)
                     report(metrics)
             self.wait_for_save()
-            self.export(decode=ending is StopCause.FINISHED)
+            self.export()
         return ending
 
     @contextmanager
@@ -200,18 +208,14 @@ class Trainer:
         return metrics
 
     def _export_if_best(self, metrics: StepMetrics) -> None:
-        """Export the weights if they are the best so far; warn of overfitting."""
+        """Export the weights if they are the best so far."""
         score = held_out_score(metrics)
         if self.best is None or score > self.best.score:
             self.best = BestStep(self.step, score)
             self.export(BEST)
-        if self.accelerator.is_main_process:
-            warning = overfitting(self.log.rows())
-            if warning is not None:
-                log.warning(warning)
 
     def train_step(self) -> LossSums:
-        """One optimiser step over all processes and accumulation steps.
+        """One optimiser step over all processes and passes.
 
         A batch whose loss or gradients are not finite is skipped and counted.
 
@@ -256,11 +260,14 @@ class Trainer:
         A GPU is waited for once, at the end.
         """
         device, sums = self.accelerator.device, None
+        # Several processes exchange gradients in the last pass, a GPU's layers are compiled.
+        is_alone = device.type == "cpu" and self.accelerator.num_processes == 1
         with fast_products(device):
-            for number, part in enumerate(batch.parts, start=1):
-                with self.strategy.gradient_sync(last=number == len(batch.parts)):
-                    found = self._backward(part.to(device), batch.whole)
-                    sums = found if sums is None else sums + found
+            with weights_of_a_step() if is_alone else nullcontext():
+                for number, part in enumerate(batch.parts, start=1):
+                    with self.strategy.gradient_sync(last=number == len(batch.parts)):
+                        found = self._backward(part.to(device), batch.whole)
+                        sums = found if sums is None else sums + found
             norm = self.strategy.clipped(self.config.clip)
         assert sums is not None
         whole = sum_over_processes(self.accelerator, sums)
@@ -367,20 +374,19 @@ class Trainer:
             )
         return tensors
 
-    def export(self, name: str = LAST, *, decode: bool = False) -> None:
+    def export(self, name: str = LAST) -> None:
         """Write the drafter's checkpoint, which `load_drafter` reads, and its model card.
 
         Args:
             name: directory in `config.output`.
-            decode: measure tau by decoding held-out prompts with it.
         """
         with self.strategy.averaged():
             weights, *_ = split_state(self._finite(self.strategy.weights()))
             if self.accelerator.is_main_process:
-                self._write(self.output / name, weights, decode=decode)
+                self._write(self.output / name, weights)
         self.accelerator.wait_for_everyone()
 
-    def _write(self, directory: Path, weights: Mapping[str, Tensor], *, decode: bool) -> None:
+    def _write(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a checkpoint of these weights."""
         info = {
             "config": dataclasses.asdict(self.config),
@@ -392,24 +398,18 @@ class Trainer:
         if self._acceptance:
             self.student.record(self._acceptance, self._head_moment_EE)
         self.student.save(weights, directory, info)
-        prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
-        if decode and prompts:
-            num_decoded = min(len(prompts), DECODED_PROMPTS)
-            log.info("Decoding %d held-out prompts with the drafter", num_decoded)
-        tau = decoded_tau(directory, self.target, prompts) if decode else None
-        write_card(directory, self.student, self.config, info, self.log.rows(), tau=tau)
+        write_card(directory, self.student, self.config, info, self.log.rows())
 
-    def _resume_conditions(self, examples: int | None = None, like: str = FORM) -> dict[str, Any]:
+    def _resume_conditions(self, examples: int | None = None) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON.
 
         Args:
             examples: of the saved run, which are the first ones; None for all.
-            like: the saved hash of examples, whose form is taken.
         """
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {
             **settings,
-            "examples": self.data.fingerprint(examples, like=like),
+            "examples": self.data.fingerprint(examples),
             "target": self._target_hash,
         }
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
@@ -417,9 +417,7 @@ class Trainer:
 
     def _resume(self, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
         was = info.get("run", {})
-        like = str(was.get("examples", FORM))
-        now = self._resume_conditions(info.get("order", {}).get("examples"), like)
-        was.setdefault("target", now["target"])  # states of an earlier version do not name it
+        now = self._resume_conditions(info.get("order", {}).get("examples"))
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
             raise InputError(
@@ -432,7 +430,7 @@ class Trainer:
         try:
             self.data.restore(info["order"])
             self.step, self.tokens = int(info["step"]), int(info["tokens"])
-            self.skipped = int(info.get("skipped", 0))
+            self.skipped = int(info["skipped"])
             self._acceptance = tuple(map(tuple, info["acceptance"]))
             self.best = info["best"] and BestStep(**info["best"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

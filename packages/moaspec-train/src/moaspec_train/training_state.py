@@ -107,8 +107,6 @@ def damaged_state(path: Path, error: Exception) -> TrainingError:
 
 def _check(path: Path) -> None:
     """Refuse a state whose files are not those that were written."""
-    if not (path / SUMS_FILE).exists():  # a state of an earlier version
-        return
     sums = json.loads((path / SUMS_FILE).read_text())
     if not isinstance(sums, dict) or STATE_FILE not in sums:
         raise ValueError(f"{SUMS_FILE} does not name the files of a state")

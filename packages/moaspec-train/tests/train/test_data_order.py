@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +62,6 @@ def test_named_examples_are_held_out_whatever_else_there_is() -> None:
         assert {*trained} == {*EXAMPLES[2:]}
     with pytest.raises(InputError, match="held_out_data"):
         DataOrder(EXAMPLES[:2], config(), EXAMPLES[:2])
-
-
-def test_the_hash_of_earlier_versions() -> None:
-    """A state that has it resumes; both kinds tell other examples."""
-    order, other = DataOrder(EXAMPLES, config()), DataOrder(EXAMPLES[1:], config())
-    texts = "".join(repr(one.pieces) for one in order.examples)
-    former = hashlib.sha256(texts.encode()).hexdigest()[:16]
-    assert order.fingerprint(like=former) == former != other.fingerprint(like=former)
-    assert order.fingerprint() != other.fingerprint()
 
 
 def test_examples_that_are_added_come_first_also_after_a_restart() -> None:

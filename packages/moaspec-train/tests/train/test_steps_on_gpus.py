@@ -89,7 +89,7 @@ def test_a_step_waits_once_whatever_its_size(
     rows: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For its sums and the gradients' norm, which are read together."""
-    run = trainer(tmp_path, batch_size=rows, accumulation=2, **changes)
+    run = trainer(tmp_path, batch_size=rows, pass_tokens=1, **changes)
     to_list = Tensor.tolist
     batch = run._next.take(0)  # found on the CPU, in a thread
     monkeypatch.setattr(run._next, "take", lambda _: batch)

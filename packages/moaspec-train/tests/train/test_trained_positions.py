@@ -39,6 +39,6 @@ def test_training_goes_on(tmp_path: Path, before: int, expected: int) -> None:
     drafter.config = dataclasses.replace(drafter.config, trained_positions=before)
     save_drafter(drafter, tmp_path)
     config = dataclasses.replace(CONFIG, initial=str(tmp_path))
-    again, _ = load_initial_drafter(target, config, examples(30))
+    again = load_initial_drafter(target, config, examples(30))
     assert again.config.trained_positions == expected
     assert again.encoder.fold is None or again.encoder.fold.trained == expected

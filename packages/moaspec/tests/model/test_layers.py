@@ -12,14 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import tiny
+from moaspec.model import layers
 from moaspec.model.layers import (
     CrossAttentionLayer,
     DecoderLayer,
     KeyValueProjection,
     Rope,
+    attention_among_few,
+    folded,
     masked_attention,
     normed_products,
     scaled_rope,
+    weights_of_a_step,
 )
 from moaspec.model.masks import text_mask
 from moaspec.target.families import plain_layer_state
@@ -171,6 +175,56 @@ def test_products_of_a_normed_input_and_their_gradients(bias: bool) -> None:
     with torch.no_grad():
         for got, wanted in zip(normed_products(norm, x, linears), expected, strict=True):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_among_few_and_its_gradients(kv_heads: int) -> None:
+    """By products, as PyTorch's own."""
+    torch.manual_seed(0)
+    shapes = [(3, heads, 7, 8) for heads in (4, kv_heads, kv_heads)]
+    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    found, expected = attention_among_few(*given), masked_attention(*given)
+    assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(one, given, weights) for one in (found, expected)]
+    for got, wanted in zip(*gradients, strict=True):
+        assert_close(got, wanted)
+    with torch.no_grad():
+        assert torch.equal(attention_among_few(*given), masked_attention(*given))
+
+
+def test_passes_of_a_step_fold_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are those of passes that fold them anew; a frozen layer gets none."""
+    torch.manual_seed(0)
+    norm, still = torch.nn.RMSNorm(8, eps=EPS), torch.nn.RMSNorm(8, eps=EPS)
+    still.requires_grad_(requires_grad=False)
+    linears = [torch.nn.Linear(8, size) for size in (4, 2)]
+    frozen = [torch.nn.Linear(8, 3).requires_grad_(requires_grad=False)]
+    parameters = [norm.weight, *(p for one in linears for p in one.parameters())]
+    passes, folds = torch.randn(3, 5, 8), list[Any]()
+
+    def gradients() -> list[torch.Tensor]:
+        for x in passes:
+            parts = [*normed_products(norm, x, linears), *normed_products(still, x, frozen)]
+            torch.cat(parts, dim=-1).square().sum().backward()
+        return [p.grad.clone() for p in parameters if p.grad is not None]
+
+    expected = gradients()
+
+    def counted(*given: Any) -> torch.Tensor:
+        folds.append(given)
+        return folded(*given)
+
+    monkeypatch.setattr(layers, "folded", counted)
+    for p in parameters:
+        p.grad = None
+    with weights_of_a_step():
+        gradients()
+    assert len(folds) == 2
+    for p, wanted in zip(parameters, expected, strict=True):
+        assert p.grad is not None
+        assert_close(p.grad, wanted)
+    assert all(p.grad is None for p in (still.weight, *frozen[0].parameters()))
 
 
 def test_the_mean_of_a_layer_and_its_gradients(model: Any) -> None:

@@ -40,8 +40,11 @@ def test_chunks_do_not_change_the_aggregate(chunk: int, monkeypatch: pytest.Monk
     drafter = tiny.random_drafter(tiny.target())
     kv = torch.randn(2, 5, 3, 32, generator=torch.Generator().manual_seed(0))
     expected = drafter.aggregate(kv)
-    monkeypatch.setattr(moaspec.model.moa, "AGGREGATE_CHUNK_TOKENS", chunk)
+    for name in ("AGGREGATE_CHUNK_TOKENS", "LEARNING_CHUNK_TOKENS"):
+        monkeypatch.setattr(moaspec.model.moa, name, chunk)
     assert_close(drafter.aggregate(kv), expected, **tiny.TOLERANCE)
+    with torch.no_grad():
+        assert_close(drafter.aggregate(kv), expected, **tiny.TOLERANCE)
 
 
 def test_aggregate_step_by_step() -> None:

@@ -170,8 +170,6 @@ def _show(info: Statistics) -> None:
     )
     lengths = ", ".join(f"{p}% up to {length}" for p, length in info.lengths.items())
     console.print_wrapped(f"Tokens of an example: {lengths}.")
-    padding = ", ".join(f"{share:.1%} with {name}" for name, share in info.padding.items())
-    console.print_wrapped(f"Pads: {padding}.")
     console.print_wrapped(
         f"The activation cache takes {info.cache_bytes / 1e9:.2f} GB "
         f"({info.bytes_per_token} bytes a token)."

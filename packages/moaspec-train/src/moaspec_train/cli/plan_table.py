@@ -44,7 +44,7 @@ def _memory(plan: Plan, gpus: GPUs | None) -> Iterator[tuple[str, str]]:
         yield "memory a process", told
         return
     room = GPUS[gpus.name][1]
-    fits = "fits" if total < room else "DOES NOT FIT: lower pass_tokens, or raise accumulation"
+    fits = "fits" if total < room else "DOES NOT FIT: lower pass_tokens"
     yield "GPU memory", f"{told}; {gpus.name} has {_size(room)}: {fits}"
     yield "host memory", f"{_size(plan.host_memory)} a process while it loads or saves"
 

@@ -31,7 +31,7 @@ class _Progress(BaseModel, strict=True, extra="forbid"):
     groups: NonNegativeInt = 0
     rows: NonNegativeInt = 0
     num_bytes: NonNegativeInt = 0
-    checksum: NonNegativeInt | None = None  # of these bytes; None in files of an earlier version
+    checksum: NonNegativeInt = 0  # of these bytes
     # Rows of finished conversations of later groups, by the conversation's number.
     kept: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
 
@@ -52,7 +52,7 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
                 f"{path} exists, and {progress_path.name} is not beside it, so it "
                 "was not written by this command. Choose another output file."
             )
-        return _Progress(settings=dict(settings), checksum=0)
+        return _Progress(settings=dict(settings))
     try:
         progress = _parsed(progress_path.read_bytes())
     except (OSError, ValueError) as error:
@@ -67,8 +67,7 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
             f"delete it and {progress_path.name} to begin again."
         )
     # Without bytes there may be no file yet.
-    known = progress.checksum is not None and progress.num_bytes > 0
-    if known and progress.checksum != checksum(path, progress.num_bytes):
+    if progress.num_bytes and progress.checksum != checksum(path, progress.num_bytes):
         raise DataError(
             f"{path} is not as it was written: some of its first {progress.num_bytes} bytes are "
             f"others. Restore it, or delete it and {progress_path.name} to begin again."
@@ -87,12 +86,9 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
 def _parsed(data: bytes) -> _Progress:
     """The content of a progress file: JSON, and its checksum in a second line."""
     text, _, written = data.partition(b"\n")
-    if written and int(written) != zlib.crc32(text):
+    if not written or int(written) != zlib.crc32(text):
         raise ValueError("it is not as it was written")
-    progress = _Progress.model_validate_json(text)
-    if progress.checksum is not None and not written:
-        raise ValueError("it is cut")
-    return progress
+    return _Progress.model_validate_json(text)
 
 
 def _progress_path(path: Path) -> Path:
@@ -170,7 +166,7 @@ class Journal:
             groups=before.groups + 1,
             rows=before.rows + len(rows),
             num_bytes=before.num_bytes + len(data),
-            checksum=None if before.checksum is None else zlib.crc32(data, before.checksum),
+            checksum=zlib.crc32(data, before.checksum),
         )
         with self._explained():
             self._append(data)

@@ -1,6 +1,6 @@
 """Statistics of training data."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,6 @@ from moaspec_core.checkpoint.drafter_config import TargetIdentity
 from moaspec_train.dataset.examples import (
     Example,
     coverage,
-    epoch_batches,
     frequent_tokens,
     response_counts,
 )
@@ -18,7 +17,6 @@ from moaspec_train.text_store import bytes_per_token
 
 VOCABULARIES = (2048, 4096, 8192, 16384, 32768)
 PERCENTILES = (50, 90, 99, 100)
-BATCH_SIZE = 8
 HELD_OUT_PART = 10
 
 
@@ -36,8 +34,6 @@ class Statistics:
     # The same of a random tenth of the examples, for vocabularies counted on the others; empty with
     # fewer than ten examples.
     held_out_coverage: dict[int, float]
-    # Fraction of pads in batches of 8 examples, and in batches of the same size by tokens.
-    padding: dict[str, float]
     bytes_per_token: int  # of the activation cache
 
     @property
@@ -61,7 +57,6 @@ def statistics(
         lengths={p: lengths[(len(lengths) - 1) * p // 100] for p in PERCENTILES},
         coverage=_coverage(examples, examples, always),
         held_out_coverage=_coverage(others, held_out, always),
-        padding=_padding(examples),
         bytes_per_token=bytes_per_token(activation_widths(identity)),
     )
 
@@ -82,28 +77,3 @@ def _split(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()
     num = len(examples) // HELD_OUT_PART
     return [examples[i] for i in order[:num]], [examples[i] for i in order[num:]]
-
-
-def _padding(examples: Sequence[Example]) -> dict[str, float]:
-    mean = sum(map(len, examples)) / len(examples)
-    tokens = int(BATCH_SIZE * mean)
-    shares = {}
-    for name, batch_tokens in ((f"batch_size={BATCH_SIZE}", 0), (f"batch_tokens={tokens}", tokens)):
-        batches = epoch_batches(
-            examples,
-            batch_size=BATCH_SIZE,
-            batch_tokens=batch_tokens,
-            generator=torch.Generator().manual_seed(0),
-        )
-        shares[name] = padding_share(examples, batches)
-    return shares
-
-
-def padding_share(examples: Sequence[Example], batches: Iterable[Sequence[int]]) -> float:
-    """Fraction of pads among the tokens of these batches."""
-    real = padded = 0
-    for batch in batches:
-        lengths = [len(examples[i]) for i in batch]
-        real += sum(lengths)
-        padded += max(lengths) * len(lengths)
-    return 1 - real / padded

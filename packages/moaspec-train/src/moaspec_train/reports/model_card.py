@@ -1,7 +1,6 @@
 """The model card of an exported drafter."""
 
 import json
-import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,23 +11,14 @@ import torch
 import transformers
 
 import moaspec
-from moaspec.generation.api import generate
 from moaspec.generation.destinations import destinations
-from moaspec.generation.drafters import load_any_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.target.target import Target
-from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.tokens.names import hub_id
 from moaspec_train.run_config import TrainConfig
-from moaspec_train.students.held_out import BLOCK_LENGTH
 from moaspec_train.students.students import Student
 
 CARD_FILE = "README.md"
 CURVE_ROWS = 20
-DECODED_PROMPTS, DECODED_TOKENS = 8, 48
-"""Held-out prompts that `decoded_tau` continues, and tokens of each."""
-
-log = logging.getLogger("moaspec.reports.model_card")
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
 
@@ -39,8 +29,6 @@ def write_card(
     config: TrainConfig,
     info: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    *,
-    tau: float | None = None,
 ) -> None:
     """Write `README.md` beside a checkpoint: data, settings, versions, loss curve, results."""
     measured = [row for row in rows if row.get("held_out_accuracy")]
@@ -60,8 +48,6 @@ def write_card(
         versions=f"moaspec {moaspec.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         measured=measured[-1] if measured else None,
-        tau=tau,
-        decoded=(DECODED_PROMPTS, DECODED_TOKENS, BLOCK_LENGTH),
         curve=rows[:: max(1, len(rows) // CURVE_ROWS)],
         settings=json.dumps(info["config"], indent=2),
     )
@@ -79,37 +65,3 @@ def _commands(student: Student, config: TrainConfig) -> dict[str, Any]:
         "on_vllm": "vllm" in places and places["vllm"] is None,
         "in_python": isinstance(student.module, MoADrafter),
     }
-
-
-def decoded_tau(directory: Path, target: Target, prompts: Sequence[Sequence[int]]) -> float | None:
-    """Decode prompts by greedy chains with this drafter; None without usable prompts.
-
-    The chains are as long as those of simulated tau. The first prompts are decoded.
-
-    Args:
-        prompts: token ids; a prompt that leaves too little of the context is left out.
-
-    Returns:
-        Tokens per round.
-    """
-    room = target.max_positions - DECODED_TOKENS - BLOCK_LENGTH
-    chosen = [prompt for prompt in prompts if 0 < len(prompt) <= room][:DECODED_PROMPTS]
-    if not chosen:
-        return None
-    try:
-        results = generate(
-            target,
-            chosen,
-            drafter=load_any_drafter(directory, target=target),
-            tree=Chain(BLOCK_LENGTH),
-            free_branches=False,
-            max_new_tokens=DECODED_TOKENS,
-            temperature=0.0,
-        )
-    except torch.OutOfMemoryError:
-        log.warning(
-            "Too little memory to decode held-out prompts: the card has simulated tau only."
-        )
-        return None
-    rounds = sum(result.num_rounds for result in results)
-    return sum(sum(result.accept_lengths) for result in results) / rounds if rounds else None

@@ -186,7 +186,7 @@ def make_plan(
 def _drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
     """The drafter on the meta device, with the draft vocabulary that the config asks for."""
     if config.initial:
-        return load_initial_drafter(target, config, examples)[0].to("meta")
+        return load_initial_drafter(target, config, examples).to("meta")
     size = config.sizes.draft_vocab
     with torch.device("meta"):
         ids = torch.empty(size, dtype=torch.int64) if size else None

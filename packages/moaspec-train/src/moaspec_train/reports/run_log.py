@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from moaspec.model.checkpoint.weight_files import replace_file
@@ -70,6 +71,20 @@ def tracker_values(progress: StepMetrics) -> dict[str, float]:
     row |= {f"held_out_tau/N{n}": tau for n, tau in taus.items() if tau is not None}
     row |= {f"held_out_accuracy/{i}": value for i, value in enumerate(steps, start=1)}
     return row
+
+
+@dataclass(frozen=True)
+class BestStep:
+    """The best step of a run: its number, and its `held_out_score`."""
+
+    step: int
+    score: float
+
+
+def held_out_score(progress: StepMetrics) -> float:
+    """Simulated tau of the first exit; mean held-out accuracy where it cannot be measured."""
+    tau = next(iter((progress.held_out_tau or {}).values()), None)
+    return fmean(progress.held_out_accuracy or (0.0,)) if tau is None else tau
 
 
 class RunLog:

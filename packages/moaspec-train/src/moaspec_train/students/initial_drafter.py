@@ -19,41 +19,29 @@ from moaspec_train.students.warm_start import make_later_layers_identity, random
 
 def load_initial_drafter(
     target: Target, config: TrainConfig, examples: Sequence[Example]
-) -> tuple[MoADrafter, int | None]:
-    """Load the drafter `config.initial` in float32, and adapt its vocabulary, SA's layers and N.
-
-    Returns:
-        The drafter, and its former N if it got new exits, which `fit_exits` initialises.
+) -> MoADrafter:
+    """Load the drafter `config.initial` in float32, and adapt its vocabulary and SA's layers.
 
     Raises:
         InputError: its vocabulary is larger than `config.sizes.draft_vocab`, it has more layers
-            than `config.sizes.sa_layers`, or exits for other N than `config.num_target_layers`.
+            than `config.sizes.sa_layers`, or another N than `config.num_target_layers`.
     """
     source = find_drafter(config.initial)
     drafter = load_checkpoint(source, target.identity, target.config).to(target.dtype).float()
     had, wanted = drafter.config.num_target_layers, config.num_target_layers
-    if had != wanted and drafter.exits:
+    if had != wanted:
         raise InputError(
             f"initial={config.initial} drafts with N = {had}, and num_target_layers asks for "
-            f"{wanted}. Set it to the same; only a drafter without exits can get others."
+            f"{wanted}. Set it to the same, or train a new drafter."
         )
     shape = _with_more_layers(drafter.config, config)
-    if had != wanted:
-        shape = dataclasses.replace(
-            shape,
-            num_target_layers=wanted,
-            adapter=len(wanted) == 1,
-            acceptance=(),
-            further_acceptance=(),
-        )
     if shape != drafter.config:
         drafter = _grown(drafter, shape, config.seed)
     drafter.config = dataclasses.replace(drafter.config, target=target.identity)
     if drafter.config.trained_positions:
         record_length(drafter, examples)
     _grow_vocabulary(drafter, config, examples)
-    drafter = drafter.to(target.device).requires_grad_(requires_grad=True)
-    return drafter, had[0] if had != wanted else None
+    return drafter.to(target.device).requires_grad_(requires_grad=True)
 
 
 def _with_more_layers(shape: DrafterConfig, config: TrainConfig) -> DrafterConfig:
@@ -68,14 +56,13 @@ def _with_more_layers(shape: DrafterConfig, config: TrainConfig) -> DrafterConfi
 
 
 def _grown(drafter: MoADrafter, shape: DrafterConfig, seed: int) -> MoADrafter:
-    """The drafter with more parts; further layers of SA do nothing at first."""
+    """The drafter with further layers of SA, which do nothing at first."""
     torch.manual_seed(seed)
     grown = MoADrafter(shape, drafter.draft_token_ids)
     random_weights(grown)
     make_later_layers_identity(grown)
-    grown.load_state_dict(drafter.state_dict(), strict=False)  # new parts are not in it
-    if shape.num_target_layers == drafter.config.num_target_layers:
-        grown.head_moment = drafter.head_moment
+    grown.load_state_dict(drafter.state_dict(), strict=False)  # new layers are not in it
+    grown.head_moment = drafter.head_moment
     return grown
 
 

@@ -17,11 +17,9 @@ from moaspec_core.errors import InputError
 
 LogitsFunction = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) logits over the draft vocabulary, in float32 or the head's dtype."""
-Divergence = Literal["forward_kl", "negative_log_acceptance", "hybrid"]
+Divergence = Literal["forward_kl", "hybrid"]
 MAX_CHUNK = 512  # queries whose logits are in memory at once: at most, and on a GPU at least
 MIN_LOG_PROBABILITY = -80.0  # lower bound of log-probabilities: e^-80 adds nothing to a float32 sum
-MIN_ACCEPTANCE = 1e-6
-"""Lower bound of an acceptance probability whose logarithm is taken, or that divides."""
 HYBRID_DECAY = 3.0
 """Decay of KL's share in "hybrid" with the acceptance probability (eta of arXiv 2602.23881)."""
 MAX_CPU_LOGITS = 2**22
@@ -46,8 +44,7 @@ class LossWeights:
         kl: divergence between their distributions (the paper: 0.1).
         summary: smooth-L1 between a token's aggregate and the target's final state (not in the
             paper). It trains LSA directly, before CA has learned to read its output.
-        divergence: "forward_kl" (the paper), "negative_log_acceptance" or "hybrid"; see
-            `divergence`.
+        divergence: "forward_kl" (the paper) or "hybrid"; see `divergence`.
     """
 
     feature: float = 1.0
@@ -140,7 +137,6 @@ def divergence(
     A sampled draft is accepted with probability a = sum min(p, q).
 
         forward_kl                KL(p || q)
-        negative_log_acceptance   -log a; a small a does not make its gradient vanish
         hybrid                    w KL(p || q) + (1 - w) (1 - a), w = exp(-3 a) without gradient
 
     With r_i the derivative of the divergence by q_i, the logits' gradient is q (r - sum_j q_j r_j).
@@ -151,7 +147,7 @@ def divergence(
     Returns:
         (M,) and (M, V), float32.
 
-    Source: the last two are the LK losses of arXiv 2602.23881, w for each query by itself.
+    Source: hybrid is an LK loss of arXiv 2602.23881, w for each query by itself.
     """
     log_p, log_q = (one.float().log_softmax(-1) for one in (target_MV, drafted_MV))
     return _GRADIENTS[kind](log_p, log_q)
@@ -218,12 +214,6 @@ def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return value_M, sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
 
 
-def _negative_log_acceptance(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    variation_M, gradient = _total_variation(log_p, log_q)
-    acceptance_M = (1 - variation_M).clamp_(min=MIN_ACCEPTANCE)
-    return -acceptance_M.log(), gradient.div_(acceptance_M[:, None])
-
-
 def _hybrid(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     variation_M, of_variation = _total_variation(log_p.clone(), log_q.clone())
     kl_M, of_kl = _forward_kl(log_p, log_q)
@@ -233,7 +223,6 @@ def _hybrid(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 _GRADIENTS = {
     "forward_kl": _forward_kl,
-    "negative_log_acceptance": _negative_log_acceptance,
     "hybrid": _hybrid,
 }
 

@@ -40,7 +40,6 @@ from moaspec_train.students.losses import (
 )
 from moaspec_train.students.target_activations import LayerMeanCache, TargetActivations
 from moaspec_train.students.warm_start import (
-    fit_exits,
     layer_inputs,
     make_later_layers_identity,
     non_massive_states,
@@ -251,13 +250,12 @@ def draftable(head: DraftVocabularyHead, part: TrainBatch) -> Tensor | None:
 class MoAStudent(Student):
     """A Mixture-of-Attentions drafter in training."""
 
-    _former_n: int | None = None
     _means: LayerMeanCache | None = None
 
     def _make_module(self, counted: Sequence[Example]) -> Any:
         config = self._config
         if config.initial:
-            module, self._former_n = load_initial_drafter(self.target, config, counted)
+            module = load_initial_drafter(self.target, config, counted)
         else:
             module = super()._make_module(counted)
         if config.device == "cuda" and config.sharding == "none" and not config.frozen_lsa:
@@ -269,13 +267,11 @@ class MoAStudent(Student):
     def start(self, ids: Sequence[int]) -> None:
         """Apply the warm start, and set each exit's scale of states."""
         config = self._config
-        sample = self.activations.sample(ids, config.warm_start_tokens)
         if config.initial:
-            if self._former_n is not None:
-                fit_exits(self.target, self.module, sample, former_n=self._former_n)
             return
         if config.warm_start:
             log.info("Warm start: reading up to %d tokens", config.warm_start_tokens)
+            sample = self.activations.sample(ids, config.warm_start_tokens)
             warm_start(self.target, self.module, list(sample))
         elif self.module.exits:
             _, result = next(self.activations.sample(ids, 1))

@@ -298,41 +298,6 @@ def _main_directions(states_NE: Tensor) -> Tensor:
     return vectors_EE.flip(1).T.to(states_NE.dtype)
 
 
-@torch.no_grad()
-def fit_exits(
-    target: Target,
-    drafter: MoADrafter,
-    sample: Sample,
-    *,
-    former_n: int,
-) -> None:
-    """Initialise new exits of a drafter by regression on its states, in place.
-
-    The exit of the former N reproduces the drafter's states, each other exit the states before its
-    target layers.
-
-    Args:
-        sample: see `Sample`; the passes hold the states before each N's layers.
-        former_n: the N that the drafter was trained for.
-    """
-    given: list[Tensor] = []
-    wanted: dict[int, list[Tensor]] = {n: [] for n in drafter.config.num_target_layers}
-    for batch, result in sample:
-        all_verified_BT = positions(batch.attention_mask_BT)  # s(i) = i
-        states_BTE = drafter.block_states(
-            target.embed(batch.input_ids_BT).float(),
-            drafter.aggregate(result.kv_BTLK.float()),
-            batch.attention_mask_BT,
-            all_verified_BT,
-        )
-        given.append(states_BTE[0])
-        for n, states in wanted.items():
-            states.append(states_BTE[0] if n == former_n else layer_inputs(result, n)[0].float())
-    given_NE = torch.cat(given)
-    for n, states in wanted.items():
-        fit_exit(drafter.exits[str(n)], given_NE, torch.cat(states))
-
-
 def fit_exit(adapter: Any, given_NE: Tensor, wanted_NE: Tensor) -> None:
     """Set an exit's adapter to the regression of wanted states on given ones, in place."""
     usual_N, scale = non_massive_states(wanted_NE)

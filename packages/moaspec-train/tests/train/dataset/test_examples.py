@@ -17,7 +17,6 @@ from moaspec_core.errors import DataError
 from moaspec_train.dataset import examples as examples_module
 from moaspec_train.dataset.examples import Example, collate, epoch_batches, frequent_tokens
 from moaspec_train.dataset.read_examples import read_examples
-from moaspec_train.dataset.statistics import padding_share
 
 ROWS = [
     {"prompt_ids": [1, 2, 3], "response_ids": [4, 5, 6]},
@@ -144,11 +143,6 @@ def test_response_counts(responses: list[list[int]]) -> None:
         found = examples_module.response_counts(Example((1, 2), ids) for ids in responses)
     expected = Counter(token for ids in responses for token in ids)
     assert list(found.items()) == list(expected.items())
-
-
-def test_padding_share() -> None:
-    examples = [Example((1,), (2,) * n) for n in (1, 3, 5)]
-    assert padding_share(examples, [[0, 1], [2]]) == pytest.approx(2 / 14)
 
 
 def test_examples_of_several_turns() -> None:

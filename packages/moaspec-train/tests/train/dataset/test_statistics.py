@@ -1,4 +1,4 @@
-"""Counts, coverage, padding and the cache's size."""
+"""Counts, coverage and the cache's size."""
 
 from __future__ import annotations
 
@@ -33,10 +33,3 @@ def test_coverage_of_held_out_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.coverage[64] == 1.0
     few = statistics(examples[:9], tiny.target().identity, always=[])
     assert few.held_out_coverage == {}
-
-
-def test_padding() -> None:
-    examples = [Example((1,), (2,) * n) for n in (4, 4, 9, 9, 9, 9, 9, 19)]
-    data = statistics(examples, tiny.target().identity, always=[])
-    # One batch of eight: 80 of 160 are pads. By tokens (10 a row, 80): seven rows of 10, then one.
-    assert data.padding == {"batch_size=8": 0.5, "batch_tokens=80": pytest.approx(1 / 9)}

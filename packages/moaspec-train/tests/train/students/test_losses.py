@@ -106,25 +106,11 @@ OF_VARIATION = Q * (SIGN - (Q * SIGN).sum())
 """The gradient of half of sum |p - q|, which is one minus the acceptance, by the logits of q."""
 
 
-def test_negative_log_acceptance_by_hand() -> None:
-    (loss,), gradient = divergence(Q.log() + 3, P.log() - 1, "negative_log_acceptance")
-    assert loss.item() == pytest.approx(-math.log(0.7))  # 0.2 + 0.25 + 0.25 are accepted
-    assert_close(gradient, OF_VARIATION / 0.7)
-
-
-def test_negative_log_acceptance_is_cross_entropy_for_a_certain_target() -> None:
-    target = torch.tensor([[0.0, 99.0, 0.0]])
-    (loss,), gradient = divergence(Q.log(), target, "negative_log_acceptance")
-    assert loss.item() == pytest.approx(-math.log(0.4), rel=1e-5)
-    assert_close(gradient, Q - torch.tensor([[0.0, 1.0, 0.0]]))
-
-
 def test_drafts_that_are_never_accepted_have_a_finite_loss() -> None:
     logits = torch.tensor([[99.0, -99.0]])
-    for kind in ("negative_log_acceptance", "hybrid"):
-        loss, gradient = divergence(logits, -logits, kind)
-        assert bool(loss.isfinite().all())
-        assert bool(gradient.isfinite().all())
+    loss, gradient = divergence(logits, -logits, "hybrid")
+    assert bool(loss.isfinite().all())
+    assert bool(gradient.isfinite().all())
 
 
 def test_hybrid_by_hand() -> None:
@@ -198,7 +184,7 @@ def test_queries_that_cannot_be_drafted_have_no_divergence() -> None:
     assert (parts.hits, parts.count) == (int(hits.sum()), 7)
 
 
-KINDS: tuple[Divergence, ...] = ("forward_kl", "negative_log_acceptance", "hybrid")
+KINDS: tuple[Divergence, ...] = ("forward_kl", "hybrid")
 
 
 @pytest.mark.parametrize("kind", KINDS)

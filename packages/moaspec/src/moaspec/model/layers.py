@@ -8,7 +8,9 @@ Legend: B batch, H heads, J KV heads, T tokens, S keys, D head dim, E width of t
 L target layers, K one layer's key and value (for each KV head its key, then its value).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
@@ -74,6 +76,22 @@ def masked_attention(
         enable_gqa=groups > 1 and not folds,
     )
     return output.reshape(B, H, T, D) if folds else output
+
+
+def attention_among_few(query_BHTD: Tensor, key_BJSD: Tensor, value_BJSD: Tensor) -> Tensor:
+    """Attention without a mask among few tokens, such as the layers of LSA.
+
+    With gradients on a CPU by products: PyTorch's kernel goes back block by block there, which
+    takes ten times as long for 24 tokens.
+    """
+    if query_BHTD.device.type != "cpu" or not torch.is_grad_enabled():
+        return masked_attention(query_BHTD, key_BJSD, value_BJSD)
+    B, H, T, D = query_BHTD.shape
+    J = key_BJSD.shape[1]
+    scaled = query_BHTD.reshape(B, J, H // J * T, D) * D**-0.5
+    scores = scaled @ key_BJSD.transpose(-1, -2)
+    shares = scores.softmax(-1, dtype=torch.float32).to(value_BJSD.dtype)
+    return (shares @ value_BJSD).reshape(B, H, T, D)
 
 
 def fold_mask(mask: Tensor, num_tokens: int, groups: int) -> Tensor:
@@ -216,6 +234,58 @@ def merge_heads(x_BHTD: Tensor) -> Tensor:
     return x_BHTD.transpose(1, 2).flatten(2)
 
 
+def folded(norm: nn.RMSNorm, linears: Sequence[nn.Linear]) -> Tensor:
+    """The linear weights, below one another, with the norm's weight multiplied in."""
+    return torch.cat([linear.weight for linear in linears]) * norm.weight
+
+
+class StepWeights:
+    """Folded weights that all passes of a step share, and the sums of their gradients."""
+
+    def __init__(self) -> None:
+        # By norm: the folded weight, its copy that gathers gradients, and that in autocast's dtype.
+        self._made: dict[nn.RMSNorm, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def folded(self, norm: nn.RMSNorm, linears: Sequence[nn.Linear]) -> Tensor:
+        """As the function of this name, in the dtype that a product takes here."""
+        if norm not in self._made:
+            whole = folded(norm, linears)
+            leaf = whole.detach().requires_grad_(whole.requires_grad)
+            kind = whole.device.type
+            cast = torch.is_autocast_enabled(kind)
+            self._made[norm] = (
+                whole,
+                leaf,
+                leaf.to(torch.get_autocast_dtype(kind)) if cast else leaf,
+            )
+        return self._made[norm][2]
+
+    def backward(self) -> None:
+        """Give the gradients to the weights that were folded."""
+        found = [(whole, leaf.grad) for whole, leaf, _ in self._made.values()]
+        used = [(whole, gradient) for whole, gradient in found if gradient is not None]
+        torch.autograd.backward([whole for whole, _ in used], [gradient for _, gradient in used])
+
+
+_STEP: ContextVar[StepWeights | None] = ContextVar("step", default=None)
+
+
+@contextmanager
+def weights_of_a_step() -> Iterator[None]:
+    """Fold weights once for all passes in this context, forward and backward.
+
+    At its end the parameters get the gradients that they had if each pass folded them, but for
+    rounding. Weights must not change inside.
+    """
+    weights = StepWeights()
+    token = _STEP.set(weights)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+    weights.backward()
+
+
 def normed_products(norm: nn.RMSNorm, x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """The outputs of several linear layers for the same normed input.
 
@@ -227,7 +297,8 @@ def normed_products(norm: nn.RMSNorm, x: Tensor, linears: Sequence[nn.Module]) -
     if not torch.is_grad_enabled() or len(plain) < len(linears) or 0 < len(biases) < len(plain):
         normed = norm(x)
         return [linear(normed) for linear in linears]
-    weight = torch.cat([linear.weight for linear in plain]) * norm.weight
+    step = _STEP.get()
+    weight = folded(norm, plain) if step is None else step.folded(norm, plain)
     bias = torch.cat(biases) if biases else None
     products = F.linear(F.rms_norm(x, norm.normalized_shape, eps=norm.eps), weight, bias)
     return list(products.split([linear.out_features for linear in plain], dim=-1))

@@ -38,6 +38,7 @@ from moaspec.model.layers import (
     KeyValueProjection,
     Rope,
     SelfAttend,
+    attention_among_few,
     masked_attention,
     merge_heads,
     scaled_rope,
@@ -48,6 +49,8 @@ from moaspec_core.errors import ShapeError
 
 AGGREGATE_CHUNK_TOKENS = 512
 """Tokens whose layers are aggregated at once; bounds memory for long prompts."""
+LEARNING_CHUNK_TOKENS = 128
+"""The same with gradients on a CPU, whose caches hold the layers of so many."""
 
 MOMENT_DAMPING = 0.01
 """Added to the diagonal of `MoADrafter.head_moment`, relative to its mean, because other texts vary
@@ -89,14 +92,16 @@ class TargetEncoder(nn.Module):
         if self.last_layer_only:
             kv_BTLK = kv_BTLK[:, :, -1:]
         flat_MLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
-        means = [self.layer_mean(chunk) for chunk in flat_MLK.split(AGGREGATE_CHUNK_TOKENS)]
+        learns = flat_MLK.device.type == "cpu" and torch.is_grad_enabled()
+        size = LEARNING_CHUNK_TOKENS if learns else AGGREGATE_CHUNK_TOKENS
+        means = [self.layer_mean(chunk) for chunk in flat_MLK.split(size)]
         joined = torch.cat(means) if len(means) > 1 else means[0]
         return joined.unflatten(0, kv_BTLK.shape[:2])
 
     def layer_mean(self, x_MLK: Tensor) -> Tensor:
         """`mean_over_layers` of M tokens, (M, K); the layers are what LSA attends over."""
         cos_sin = self.layer_rope.between(0, x_MLK.shape[1])
-        return self.layer_self_attention.mean(x_MLK, cos_sin, masked_attention)
+        return self.layer_self_attention.mean(x_MLK, cos_sin, attention_among_few)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """CA's key (rotated) and value of each verified token, (B, C, T, D) each.

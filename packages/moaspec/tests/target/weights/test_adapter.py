@@ -115,7 +115,7 @@ def test_a_drafter_is_adapted(base: Path, tmp_path: Path, caplog: pytest.LogCapt
     target = moaspec.load_target(base, packed=False, adapter=tmp_path / "adapter")
     initial = str(tmp_path / "drafter")
     config = TrainConfig(target="tiny", data=("unused",), output="unused", initial=initial)
-    drafter, _ = load_initial_drafter(target, config, [])
+    drafter = load_initial_drafter(target, config, [])
     save_drafter(drafter, tmp_path / "adapted")
     caplog.clear()
     moaspec.load_drafter(tmp_path / "adapted", target=target)
