@@ -42,7 +42,8 @@ _RANGES = {
 }
 
 
-MAX_YAML_BYTES = 1 << 20  # of a configuration
+MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_NUMBER = 1 << 20, 10_000, 100
+"""Of a configuration: bytes, values where aliases repeat them, and characters of a number."""
 PASS_TOKENS = {"cpu": 512, "cuda": 8192}
 """Tokens of a pass, by device: on a CPU enough rows for products at full speed, on a GPU enough to
 keep it busy while the next operations are launched."""
@@ -301,10 +302,20 @@ _YAML_ERRORS = (
 
 
 def _loaded(text: str) -> Any:
-    """A value in YAML; InputError where it is too large."""
+    """A value in YAML; InputError where it is too large, also by aliases that repeat parts."""
     if len(text) > MAX_YAML_BYTES:
         raise InputError(f"it has more than {MAX_YAML_BYTES >> 20} MiB.")
-    return yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
+    value = yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
+    waiting, count = [value], 0
+    while waiting:
+        one, count = waiting.pop(), count + 1
+        if count > MAX_YAML_VALUES:
+            raise InputError(f"it has more than {MAX_YAML_VALUES} values.")
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple, set)):
+            waiting += one
+    return value
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -316,6 +327,13 @@ class _UniqueKeys(yaml.SafeLoader):
         if twice is not None:
             raise InputError(f"the key {twice!r} occurs twice.")
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """Refuse long numbers: PyYAML takes quadratic time for some."""
+        is_text = node.tag == "tag:yaml.org,2002:str"
+        if not is_text and len(node.value) > MAX_NUMBER:
+            raise InputError(f"a number has {len(node.value)} characters, at most {MAX_NUMBER}.")
+        return super().construct_scalar(node)
 
 
 def _problem(error: Any) -> str:

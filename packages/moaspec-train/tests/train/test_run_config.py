@@ -430,16 +430,26 @@ def test_a_rank_is_below_the_number_of_processes(monkeypatch: pytest.MonkeyPatch
         launched_processes()
 
 
+REPEATED = [f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        *("9" * 100_000, "2001-99-99"),
+        *("9" * 1_000_000, "1" + ":1" * 100_000, "0x" + "f" * 100_000, "2001-99-99"),
         *("2001-01-01 99:99:99", "[" * 50_000, "{" * 50_000, "&a [*a]", "? [a]\n: 1", "*a"),
         *("!!x 1", "!!python/object/apply:os.system [x]", "1e999999", ".nan", "!!binary x"),
-        *("[" * 5000, "!!timestamp x", "!!int x", "\x00", "\ud800"),
+        *(
+            "[" * 5000,
+            "!!timestamp x",
+            "!!int x",
+            "\x00",
+            "\ud800",
+            f"[&a0 [x], {', '.join(REPEATED)}]",
+        ),
     ],
 )
-def test_values_of_yaml_that_fail(value: str, tmp_path: Path) -> None:
+def test_values_of_yaml_that_take_long_or_fail(value: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(f"steps: {value}\n".encode(errors="surrogatepass"))
     with pytest.raises(InputError) as caught:
