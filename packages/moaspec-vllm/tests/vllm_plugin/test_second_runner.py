@@ -44,7 +44,7 @@ def test_a_speculator_is_asked_what_the_page_says() -> None:
         "target_attn_groups",
     ]
     needed = {"input_batch", "attn_metadata", "slot_mappings", "num_sampled", "num_rejected"}
-    assert needed | {"last_sampled"} <= set(asked["propose"])
+    assert needed | {"last_sampled", "num_speculative_tokens"} <= set(asked["propose"])
 
 
 def test_the_runner_reads_what_the_page_says() -> None:
@@ -65,6 +65,14 @@ def test_the_runner_reads_what_the_page_says() -> None:
         for name in node.names
     }
     assert "init_speculator" in imported  # so it is bound as a global of this module
+    scheduled = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "scheduler_output"
+    }
+    assert "num_spec_tokens_to_schedule" in scheduled
 
 
 def test_custom_classes_keep_vllm_on_its_first_runner() -> None:
