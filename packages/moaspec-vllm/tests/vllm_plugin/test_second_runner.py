@@ -65,6 +65,19 @@ def test_the_runner_reads_what_the_page_says() -> None:
         for name in node.names
     }
     assert "init_speculator" in imported  # so it is bound as a global of this module
+    # What is asked of a `DraftModelSpeculator` only.
+    guards = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "DraftModelSpeculator" in ast.unparse(node.test)
+    ]
+    guarded = {
+        node.attr
+        for guard in guards
+        for node in ast.walk(guard)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.speculator"
+    }
+    assert {"load_model", "set_attn", "draft_attn_layer_names"} <= guarded
     scheduled = {
         node.attr
         for node in ast.walk(tree)
