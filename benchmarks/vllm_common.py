@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,9 +45,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--eager", action="store_true", help="Without vLLM's compilation and CUDA graphs."
     )
     options.add_argument(
-        "--draft-tokens-by-requests",
-        type=json.loads,
-        help="A list of [from, to, tokens]: fewer where more requests share a step.",
+        "--draft-up-to", type=int, help="Most requests of a step that drafts; default: by load."
     )
     return options
 
@@ -80,9 +77,8 @@ def speculative(
             model=model,
             drafter=drafter or args.drafter,
             num_speculative_tokens=args.draft_tokens,
+            draft_up_to=args.draft_up_to,
         ).engine_arguments
-        schedule = args.draft_tokens_by_requests
-        arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
         return arguments | common
     if method == "plain":
         return common

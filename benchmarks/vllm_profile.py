@@ -92,7 +92,8 @@ def main() -> None:
         "machine": machine(torch.device("cpu")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "dtype": args.dtype,
-        "draft_tokens": args.draft_tokens_by_requests or args.draft_tokens,
+        "draft_tokens": args.draft_tokens,
+        "draft_up_to": args.draft_up_to,
     }
     rows = [row for method in args.methods for row in _profile(args, method, prompts)]
     print(json.dumps(data | {"rows": rows}))

@@ -58,7 +58,8 @@ def main() -> None:
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "dtype": args.dtype,
         "cpu_seconds": args.cpu_seconds,
-        "draft_tokens": args.draft_tokens_by_requests or args.draft_tokens,
+        "draft_tokens": args.draft_tokens,
+        "draft_up_to": args.draft_up_to,
     }
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if args.in_process else "1"
     print(json.dumps(data | {"rows": _speeds(args, prompts)}))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tiny
-from moaspec.model.layers import masked_attention
+from moaspec.model.layers import FoldedPositions, masked_attention
 
 SIZE, BLOCKS, MOST, DEPTH, TARGET_LAYERS = 16, 400, 64, 3, 3
 
@@ -105,6 +105,7 @@ class Batch:
         device: of the model.
         dtype: of the model.
         window: the drafter's `prompt_window`.
+        trained_positions: of the drafter.
         sizes: of the drafter.
     """
 
@@ -114,6 +115,7 @@ class Batch:
         dtype: torch.dtype = torch.float32,
         *,
         window: int = 0,
+        trained_positions: int = 0,
         **sizes: Any,
     ) -> None:
         from vllm.config import VllmConfig
@@ -128,7 +130,11 @@ class Batch:
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         with set_default_torch_dtype(dtype), torch.device(device):
             self.drafter = tiny.random_drafter(tiny.target(), **sizes)
-        self.drafter.config = replace(self.drafter.config, prompt_window=window)
+            self.drafter.config = replace(
+                self.drafter.config, prompt_window=window, trained_positions=trained_positions
+            )
+            if trained_positions:
+                self.drafter.encoder.fold = FoldedPositions(self.drafter.config)
         config, identity = self.drafter.config, tiny.target().identity
         self.head_VE = torch.randn(tiny.VOCAB, config.hidden_size, **like)
         self.layers = [

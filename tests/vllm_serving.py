@@ -58,26 +58,37 @@ def write_models(root: Path) -> Models:
     return models
 
 
-def arguments(models: Models, drafter: Path | None) -> dict[str, Any]:
-    """What vLLM is started with."""
+def arguments(
+    models: Models, drafter: Path | None, *, draft_up_to: int | None = 1024
+) -> dict[str, Any]:
+    """What vLLM is started with.
+
+    Args:
+        models: where the target is.
+        drafter: None: plain vLLM.
+        draft_up_to: most requests of a step that drafts. By default every step drafts, so that
+            rounds can be counted; None: as the load decides.
+    """
     if drafter is None:
         return {"model": str(models.path)}
     serving = VLLMServeSettings(
-        model=str(models.path), drafter=str(drafter), num_speculative_tokens=DRAFT_TOKENS
+        model=str(models.path),
+        drafter=str(drafter),
+        num_speculative_tokens=DRAFT_TOKENS,
+        draft_up_to=draft_up_to,
     )
-    found = serving.engine_arguments
-    # Alike in every step, so that rounds can be counted.
-    fixed = {"num_speculative_tokens_per_batch_size": [(1, 1024, DRAFT_TOKENS)]}
-    return found | {"speculative_config": found["speculative_config"] | fixed}
+    return serving.engine_arguments
 
 
 @contextlib.contextmanager
-def engine(models: Models, drafter: Path | None, **changes: Any) -> Iterator[Any]:
-    """VLLM with this drafter, or without one."""
+def engine(
+    models: Models, drafter: Path | None, *, draft_up_to: int | None = 1024, **changes: Any
+) -> Iterator[Any]:
+    """VLLM with this drafter, or without one; see `arguments`."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(**(ENGINE | arguments(models, drafter) | changes))
+    llm = LLM(**(ENGINE | arguments(models, drafter, draft_up_to=draft_up_to) | changes))
     try:
         yield llm
     finally:

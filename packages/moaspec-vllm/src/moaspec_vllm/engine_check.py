@@ -19,8 +19,11 @@ WARM_STEPS = 4  # that are not timed, after all prompts are read
 def main() -> None:
     """Read what to do, and write what was found."""
     asked = json.loads(Path(sys.argv[1]).read_text())
-    # The runner is asked for its backend, so it has to be in this process.
+    # The steps' times and the runner are asked for, so the engine has to be in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if asked["arguments"]["dtype"] == "float32":
+        # Else Triton's attention multiplies in TF32, whose bits depend on the batch.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     from vllm import LLM
 
     llm = LLM(**asked["arguments"])
@@ -30,7 +33,8 @@ def main() -> None:
         "texts": _texts(llm, prompts, asked["tokens"]),
     }
     found["steps"] = [_steps(llm, prompts, number, asked["tokens"]) for number in asked["requests"]]
-    found["engine"] |= _drafter_facts(_runner(llm))
+    if "speculative_config" in asked["arguments"]:
+        found["engine"] |= _drafter_facts(llm)  # last, because failures count
     Path(sys.argv[2]).write_text(json.dumps(found))
     llm.llm_engine.engine_core.shutdown()
 
@@ -47,13 +51,6 @@ def _prompt_ids(llm: Any, prompts: list[str]) -> list[list[int]]:
     ]
 
 
-def _runner(llm: Any) -> Any:
-    core = llm.llm_engine.engine_core.engine_core
-    executor = core.model_executor
-    worker = getattr(executor, "driver_worker", None)
-    return None if worker is None else worker.worker.model_runner
-
-
 def _facts(llm: Any) -> dict[str, Any]:
     """What vLLM chose for this machine."""
     import torch
@@ -65,37 +62,28 @@ def _facts(llm: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "ranks": config.parallel_config.tensor_parallel_size,
+        "runner": "second" if config.use_v2_model_runner else "first",
+        "asynchronous": bool(config.scheduler_config.async_scheduling),
         "graphs": config.compilation_config.cudagraph_mode.name,
         "capture sizes": config.compilation_config.cudagraph_capture_sizes,
         "tokens of a step": config.scheduler_config.max_num_batched_tokens,
         "blocks of the cache": config.cache_config.num_gpu_blocks,
         "block size": config.cache_config.block_size,
     }
-    runner = _runner(llm)
-    if runner is not None:
-        backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
-        facts |= {"runner": type(runner).__name__, "backend": ", ".join(sorted(backends))}
+    worker = getattr(llm.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
+    if worker is not None:  # one rank
+        groups = [group for some in worker.worker.model_runner.attn_groups for group in some]
+        facts["backend"] = ", ".join(sorted({group.backend.get_name() for group in groups}))
     return facts
 
 
-def _drafter_facts(runner: Any) -> dict[str, Any]:
-    """What became of the drafter; asked last, because failures count."""
-    proposer: Any = getattr(runner, "drafter", None)
-    parts = getattr(proposer, "_parts", None)
-    if parts is None:
-        return {}
-    from moaspec_vllm.proposer import ACTIVE, FAILURES
-
-    layer, drafter = parts.cross_attention.attention, proposer._drafter
-    return {
-        "drafter backend": layer.attn_backend.get_name(),
-        "drafter cache": str(layer.kv_cache.dtype).removeprefix("torch."),
-        "drafter cache lies": "by token"
-        if layer.kv_cache.stride(1) < layer.kv_cache.stride(2)
-        else "by head",
-        "drafter graphs": 0 if drafter is None else drafter.num_graphs,
-        "failures": FAILURES._value.get(),
-        "drafts at the end": bool(ACTIVE._value.get()),
+def _drafter_facts(llm: Any) -> dict[str, Any]:
+    """What became of the drafter: the first rank's facts, and the failures of all."""
+    ranks = llm.collective_rpc("call_proposer", args=("facts",))
+    return ranks[0] | {
+        "failures": sum(one["failures"] for one in ranks),
+        "drafts at the end": all(one["drafts at the end"] for one in ranks),
     }
 
 
@@ -109,7 +97,10 @@ def _texts(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
 
 
 def _steps(llm: Any, prompts: list[list[int]], number: int, tokens: int) -> dict[str, Any]:
-    """Milliseconds of a step in which this many requests decode, and tokens of each in it."""
+    """Milliseconds of a step in which this many requests decode, and tokens of each in it.
+
+    Both are None where the cache has no room for as many requests at once.
+    """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -140,8 +131,8 @@ def _steps(llm: Any, prompts: list[list[int]], number: int, tokens: int) -> dict
         engine.step()
     return {
         "requests": number,
-        "step_ms": 1e3 * statistics.median(took_s),
-        "tokens_per_step": statistics.fmean(written) / number if written else 1.0,
+        "step_ms": 1e3 * statistics.median(took_s) if took_s else None,
+        "tokens_per_step": statistics.fmean(written) / number if written else None,
         "steps": len(took_s),
     }
 

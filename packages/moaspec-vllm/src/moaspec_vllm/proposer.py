@@ -29,6 +29,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import load_tokenizer
 from moaspec.target.spec import TargetSpec
 from moaspec_core.checkpoint.drafter_config import LayerConfig
+from moaspec_core.errors import ServingError
 from moaspec_core.policy.cost_model import PRIOR
 from moaspec_vllm import hooks
 from moaspec_vllm.custom_proposer import CustomProposer
@@ -46,7 +47,7 @@ from moaspec_vllm.paged_drafter.vllm_target_layers import DraftHead, embedding_o
 from moaspec_vllm.refusals import check_drafter
 from moaspec_vllm.target_graphs import OneTokenGraphs
 from moaspec_vllm.vllm_costs import measure
-from moaspec_vllm.vllm_settings import drafter_name
+from moaspec_vllm.vllm_settings import UP_TO, draft_up_to, drafter_name
 
 logger = init_logger(__name__)
 
@@ -408,6 +409,21 @@ class VLLMMoAProposer(CustomProposer):
         self._drafter = None
         ACTIVE.set(0)
 
+    def facts(self) -> dict[str, Any]:
+        """What became of the drafter on this rank, for `moaspec vllm-check`."""
+        assert self._parts is not None
+        layer = self._parts.cross_attention.attention
+        by_token = layer.kv_cache.stride(1) < layer.kv_cache.stride(2)
+        return {
+            "drafter backend": layer.attn_backend.get_name(),
+            "drafter cache": str(layer.kv_cache.dtype).removeprefix("torch."),
+            "drafter cache lies": "by token" if by_token else "by head",
+            "drafter graphs": 0 if self._drafter is None else self._drafter.num_graphs,
+            "graphs of one token": self._graphs is not None and self._graphs.captured,
+            "failures": int(FAILURES._value.get()),
+            "drafts at the end": self._drafter is not None,
+        }
+
     def _load_drafter(self) -> MoADrafter:
         model_config = self.vllm_config.model_config
         tokenizer = None
@@ -428,15 +444,27 @@ def _is_fatal(error: Exception) -> bool:
 
 
 def _depths(vllm_config: Any) -> list[int] | None:
-    """Draft length by the number of requests in a step; None: the load decides."""
+    """Draft length by the number of requests in a step; None: the load decides.
+
+    VLLM's own option takes its full CUDA graphs away, so moaspec has one as well.
+    """
     settings, most = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    schedule = settings.num_speculative_tokens_per_batch_size
-    if schedule is None:
-        return None
-    lookup: list[int] = build_dynamic_sd_schedule_lookup(
-        schedule, most, int(settings.num_speculative_tokens)
+    schedule, length = (
+        settings.num_speculative_tokens_per_batch_size,
+        settings.num_speculative_tokens,
     )
-    return lookup
+    drafted = draft_up_to(vllm_config.additional_config)
+    if schedule is not None and drafted is not None:
+        raise ServingError(
+            f"Both {UP_TO} and num_speculative_tokens_per_batch_size say when to draft: leave "
+            "one out."
+        )
+    if schedule is not None:
+        lookup: list[int] = build_dynamic_sd_schedule_lookup(schedule, most, int(length))
+        return lookup
+    if drafted is None:
+        return None
+    return [length if number <= drafted else 0 for number in range(most + 1)]
 
 
 MoAProposer = VLLMMoAProposer

@@ -46,6 +46,11 @@ class OneTokenGraphs:
         finally:
             self.use(one_token=False)
 
+    @property
+    def captured(self) -> bool:
+        """Whether there are any."""
+        return self._own is not None
+
     def use(self, *, one_token: bool) -> bool:
         """Choose the graphs of the next pass; whether these are the ones for one token.
 

@@ -19,6 +19,7 @@ SAMPLER = f"{PACKAGE}.vllm_sampling.SeededSampler"
 WORKER = f"{PACKAGE}.vllm_worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
 CONFIG_KEY = "moaspec"  # our key in vLLM's `additional_config`
+UP_TO = "draft_up_to"  # in that section: see `VLLMServeSettings.draft_up_to`
 MAX_DRAFTED = 16
 """Longest draft. Drafters are trained on blocks of 5 to 15 tokens; vLLM verifies all of a draft."""
 
@@ -30,6 +31,8 @@ class VLLMServeSettings:
     model: str  # directory or hub id of the target
     drafter: str  # alias, directory or hub id of the drafter
     num_speculative_tokens: int = 3  # length of each draft, a chain
+    # Most requests of a step that drafts; None: the measured times of steps decide.
+    draft_up_to: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_speculative_tokens <= MAX_DRAFTED:
@@ -37,10 +40,16 @@ class VLLMServeSettings:
                 f"A draft has 1 to {MAX_DRAFTED} tokens, got num_speculative_tokens="
                 f"{self.num_speculative_tokens}. To serve without drafts, call `vllm serve` itself."
             )
+        if self.draft_up_to is not None and self.draft_up_to < 1:
+            raise InputError(
+                f"--draft-up-to takes a number of requests from 1 on, got {self.draft_up_to}."
+            )
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        own = {"drafter": self.drafter}
+        own: dict[str, Any] = {"drafter": self.drafter}
+        if self.draft_up_to is not None:
+            own[UP_TO] = self.draft_up_to
         return _arguments(self.model, PROPOSER, self.num_speculative_tokens, own)
 
     @property
@@ -119,8 +128,7 @@ def _arguments(
 
 def drafter_name(additional_config: Any) -> str:
     """Name of the drafter in vLLM's `additional_config`; ServingError where it names none."""
-    section = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
-    name = section.get("drafter") if isinstance(section, Mapping) else None
+    name = _section(additional_config).get("drafter")
     if not isinstance(name, str):
         raise ServingError(
             f"vLLM was not told which drafter to load: its additional_config is "
@@ -128,3 +136,28 @@ def drafter_name(additional_config: Any) -> str:
             "`moaspec vllm-config` prints all options."
         )
     return name
+
+
+def draft_up_to(additional_config: Any) -> int | None:
+    """Most requests of a step that drafts, None where it is not fixed.
+
+    Raises:
+        ServingError: it is no number from 1 on, or the section has other names.
+    """
+    section = _section(additional_config)
+    if unknown := section.keys() - {"drafter", UP_TO}:
+        raise ServingError(
+            f"vLLM's additional_config has {sorted(unknown)} for moaspec, which takes 'drafter' "
+            f"and {UP_TO!r}."
+        )
+    most = section.get(UP_TO)
+    if most is not None and (type(most) is not int or most < 1):
+        raise ServingError(
+            f"{UP_TO} in vLLM's additional_config is a number from 1 on; got {most!r}."
+        )
+    return most
+
+
+def _section(additional_config: Any) -> Mapping[str, Any]:
+    section = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
+    return section if isinstance(section, Mapping) else {}

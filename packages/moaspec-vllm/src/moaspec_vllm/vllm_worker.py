@@ -8,6 +8,7 @@ import torch
 from vllm.platforms import current_platform
 
 from moaspec_core.errors import ServingError
+from moaspec_vllm import hooks
 from moaspec_vllm.custom_proposer import CustomProposer
 
 if current_platform.is_cpu():
@@ -25,7 +26,12 @@ class MoAWorker(PlatformWorker):
         return proposer if isinstance(proposer, CustomProposer) else None
 
     def init_device(self) -> None:
-        """Build vLLM's model runner; ServingError for the second one, which drafts otherwise."""
+        """Build vLLM's model runner.
+
+        Raises:
+            ServingError: this is another vLLM, or its second runner, which drafts otherwise.
+        """
+        hooks.require_version()  # before the proposer imports what another vLLM may lack
         if self.use_v2_model_runner:
             raise ServingError(
                 "moaspec drafts in vLLM's first model runner, and this vLLM was told to take the "

@@ -16,6 +16,7 @@ import torch
 import tiny
 import vllm_serving as serving
 from moaspec import Chain, generate
+from moaspec.evaluate.correctness.equality import judge
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.published import save_published
 from vllm_serving import Models
@@ -140,23 +141,32 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     monkeypatch.setattr(RejectionSampler, "forward", sampled)
     speculative = serving.arguments(models, models.taught)["speculative_config"]
     schedule = {"num_speculative_tokens_per_batch_size": [(1, 1, 3), (2, 2, 1), (3, 3, 0)]}
+    changes = {"speculative_config": speculative | schedule}
     prompts, lengths = tiny.PROMPTS[:3], [6, 12, 24]
     with serving.engine(models, None) as plain:
         expected = serving.texts(plain, prompts, lengths, concurrency=3)
-    with serving.engine(models, models.taught, speculative_config=speculative | schedule) as llm:
+    with serving.engine(models, models.taught, draft_up_to=None, **changes) as llm:
         assert serving.texts(llm, prompts, lengths, concurrency=3) == expected
     assert asked == {(1, 3), (2, 1)}
+    asked.clear()
+    # Moaspec's own option, which leaves vLLM its full CUDA graphs.
+    with serving.engine(models, models.taught, draft_up_to=2) as llm:
+        assert serving.texts(llm, prompts, lengths, concurrency=3) == expected
+    assert asked == {(1, 3), (2, 3)}
     assert rejected
     assert all(rejected)
+    with (
+        pytest.raises(Exception, match="leave one out"),
+        serving.engine(models, models.taught, draft_up_to=2, **changes),
+    ):
+        pass
 
 
 def test_texts_stay_where_the_load_decides_what_is_drafted(models: Models) -> None:
-    speculative = serving.arguments(models, models.taught)["speculative_config"]
-    del speculative["num_speculative_tokens_per_batch_size"]
     lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
     with serving.engine(models, None) as plain:
         expected = serving.texts(plain, tiny.PROMPTS, lengths, concurrency=4)
-    with serving.engine(models, models.taught, speculative_config=speculative) as llm:
+    with serving.engine(models, models.taught, draft_up_to=None) as llm:
         for _ in range(4):  # long enough for each length to be tried
             assert serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4) == expected
 
@@ -230,11 +240,24 @@ def test_all_requests_of_a_step_are_drafted_for_or_none(
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_bf16_engines_draft_with_the_targets_backend_and_dtype(models: Models, eager: bool) -> None:
-    """Texts are not compared: in bf16 a batch of another size rounds otherwise."""
+    """Each token is the target's choice: the best one, or nearer to it than bf16 rounds.
+
+    So is each of plain vLLM's, whose texts part from these at such ties: a batch of another size
+    rounds otherwise.
+    """
     lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
     changes: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": eager}
+    with serving.engine(models, None, **changes) as llm:
+        expected = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
+    target = tiny.fresh_target(**serving.SIZES)
+    target.model.to(torch.bfloat16)
     with serving.engine(models, models.taught, **changes) as llm:
-        serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
+        got = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
+        verdicts = [
+            judge(target, *texts, max_new_tokens=tiny.NEW_TOKENS, stop_token_ids=())
+            for texts in zip(tiny.PROMPTS, expected, got, strict=True)
+        ]
+        assert all(verdict.lossless for verdict in verdicts), verdicts
         assert serving.tau(llm) > 1.2
         core = llm.llm_engine.engine_core.engine_core
         runner = core.model_executor.driver_worker.worker.model_runner
@@ -317,7 +340,7 @@ def test_vllm_check_reports_texts_steps_and_backends(models: Models) -> None:
     with serving.engine(models, models.taught) as llm:
         assert [len(text) for text in engine_check._texts(llm, prompts, 8)] == [8] * 4
         one, two = (engine_check._steps(llm, prompts, number, 12) for number in (1, 2))
-        facts = engine_check._facts(llm) | engine_check._drafter_facts(engine_check._runner(llm))
+        facts = engine_check._facts(llm) | engine_check._drafter_facts(llm)
     assert one["step_ms"] > 0
     assert one["tokens_per_step"] > 1.2
     assert (two["requests"], two["steps"]) == (2, 12)
@@ -335,9 +358,7 @@ def test_a_calibration_that_fails_means_no_drafts(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(proposer, "measure", fail)
-    speculative = serving.arguments(models, models.taught)["speculative_config"]
-    del speculative["num_speculative_tokens_per_batch_size"]
-    with serving.engine(models, models.taught, speculative_config=speculative) as llm:
+    with serving.engine(models, models.taught, draft_up_to=None) as llm:
         assert proposer.ACTIVE._value.get() == 0
         texts = serving.texts(llm, tiny.PROMPTS, [16] * 4, concurrency=4)
         assert [len(text) for text in texts] == [16] * 4
@@ -431,6 +452,7 @@ def _distribution_of_pairs(models: Models, prompt: list[int]) -> torch.Tensor:
         ({"worker_cls": "auto"}, "--worker-cls"),
         ({"scheduler_cls": None}, "--scheduler-cls"),
         ({"additional_config": {}}, "which drafter"),
+        ({"additional_config": {"moaspec": {"drafter": "d", "draft_upto": 2}}}, "draft_upto"),
         ({"logits_processors": ["builtins:dict"]}, "logits processors"),
         (
             {

@@ -44,7 +44,7 @@ def test_a_speculator_is_asked_what_the_page_says() -> None:
         "target_attn_groups",
     ]
     needed = {"input_batch", "attn_metadata", "slot_mappings", "num_sampled", "num_rejected"}
-    assert needed | {"last_sampled"} <= set(asked["propose"])
+    assert needed | {"last_sampled", "num_speculative_tokens"} <= set(asked["propose"])
 
 
 def test_the_runner_reads_what_the_page_says() -> None:
@@ -65,6 +65,27 @@ def test_the_runner_reads_what_the_page_says() -> None:
         for name in node.names
     }
     assert "init_speculator" in imported  # so it is bound as a global of this module
+    # What is asked of a `DraftModelSpeculator` only.
+    guards = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "DraftModelSpeculator" in ast.unparse(node.test)
+    ]
+    guarded = {
+        node.attr
+        for guard in guards
+        for node in ast.walk(guard)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.speculator"
+    }
+    assert {"load_model", "set_attn", "draft_attn_layer_names"} <= guarded
+    scheduled = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "scheduler_output"
+    }
+    assert "num_spec_tokens_to_schedule" in scheduled
 
 
 def test_custom_classes_keep_vllm_on_its_first_runner() -> None:

@@ -34,17 +34,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     printed = subprocess.run(
         [
             *(sys.executable, "-m", "moaspec", "vllm-config", str(models.taught)),
-            *("--model", str(models.path)),
+            # The target is so small that drafts would not pay.
+            *("--model", str(models.path), "--draft-up-to", "1024"),
         ],
         check=True,
         capture_output=True,
         text=True,
     ).stdout
     command = shlex.split(printed)
-    # The target is so small that drafts would not pay.
-    place = command.index("--speculative-config") + 1
-    fixed = {"num_speculative_tokens_per_batch_size": [[1, 1024, 3]]}
-    command[place] = json.dumps(json.loads(command[place]) | fixed)
     port = free_port()
     extra = f"--port {port} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len 256"
     (root / "metrics").mkdir()
@@ -111,3 +108,20 @@ def test_what_vllm_cannot_verify_is_refused(server: str, setting: dict[str, Any]
         ask(server, temperature=1.0, **setting)
     assert caught.value.code == 400
     assert "speculative" in caught.value.read().decode()
+
+
+def test_a_check_whose_engine_ends_says_what_it_knows() -> None:
+    """Here for an argument that vLLM does not have."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "moaspec", "vllm-check", "--requests", "1"),
+            *("--engine", '{"no_such_argument": 1}'),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "vllm: 0.32.0" in done.stdout
+    assert "vLLM, plain, ended with exit code 1; its whole log is" in done.stderr
+    assert "no_such_argument" in done.stderr

@@ -62,10 +62,7 @@ def test_two_ranks_write_and_accept_what_one_does(tmp_path: Path) -> None:
             rounds.append(serving.counter(llm, "spec_decode_num_drafts"))
     assert rounds[0] == rounds[1] < 0.6 * sum(lengths)
     # Where the load decides, ranks measure different times and have to draft alike.
-    speculative = serving.arguments(models, models.taught)["speculative_config"]
-    del speculative["num_speculative_tokens_per_batch_size"]
-    changes = {"tensor_parallel_size": 2, "speculative_config": speculative}
-    with serving.engine(models, models.taught, **changes) as llm:
+    with serving.engine(models, models.taught, draft_up_to=None, tensor_parallel_size=2) as llm:
         assert serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4) == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from moaspec_vllm.vllm_settings import (
     SCHEDULER,
     WORKER,
     VLLMServeSettings,
+    draft_up_to,
     drafter_name,
 )
 
@@ -43,6 +45,18 @@ def test_vllm_hands_the_drafters_name_back() -> None:
 def test_a_missing_drafter_is_named(config: object) -> None:
     with pytest.raises(ServingError, match="which drafter"):
         drafter_name(config)
+
+
+def test_vllm_hands_back_how_many_requests_are_drafted_for() -> None:
+    assert draft_up_to(SERVING.engine_arguments["additional_config"]) is None
+    fixed = replace(SERVING, draft_up_to=4).engine_arguments["additional_config"]
+    assert draft_up_to(fixed) == 4
+
+
+@pytest.mark.parametrize("most", [0, -1, "4", 2.5, True])
+def test_drafts_for_no_number_of_requests_are_refused(most: object) -> None:
+    with pytest.raises(ServingError, match="a number from 1 on; got"):
+        draft_up_to({"moaspec": {"drafter": "d", "draft_up_to": most}})
 
 
 def test_an_empty_draft_is_refused() -> None:

@@ -68,6 +68,7 @@ def test_drafters_that_vllm_refuses_get_no_command(cli: Cli, tmp_path: Path) -> 
         (("--num-speculative-tokens", "17"), "1 to 16"),
         (("--num-speculative-tokens", "1000"), "got num_speculative_tokens=1000"),
         (("--num-speculative-tokens", "three"), "valid integer"),
+        (("--draft-up-to", "0"), "number of requests from 1 on, got 0"),
         (("--model", ""), "--model is empty"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--port", "8000"), "--port"),

@@ -29,6 +29,10 @@ def vllm_config(
     num_speculative_tokens: Annotated[
         int | None, "Tokens of one draft, 1 to 16; default: what the drafter records, else 3."
     ] = None,
+    draft_up_to: Annotated[
+        int | None,
+        "Draft in steps of at most so many requests; default: where measured times say it pays.",
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the arguments of vllm.LLM as JSON.")
     ] = False,
@@ -40,17 +44,11 @@ def vllm_config(
 
     Example: moaspec vllm-config smollm2-135m --num-speculative-tokens 2
     """
-    _refuse_empty({"DRAFTER": drafter, "--model": model})
+    refuse_empty({"DRAFTER": drafter, "--model": model})
     with loading(drafter):
-        from moaspec.generation.drafters import check_drafter
-        from moaspec.target.registry import find_weights
         from moaspec_vllm.vllm_settings import VLLMServeSettings
 
-        config = usable_config(drafter)
-        name = recorded_target(drafter, config) if model is None else model
-        weights = find_weights(name)
-        if is_directory(Path(weights)):  # a model of the hub is not downloaded for this
-            check_drafter(drafter, name)
+        config, weights = find_both(drafter, model)
     serving = VLLMServeSettings(
         model=weights,
         # A bundled alias is understood by every machine that has this package.
@@ -58,16 +56,38 @@ def vllm_config(
         num_speculative_tokens=recorded_tokens(config)
         if num_speculative_tokens is None
         else num_speculative_tokens,
+        draft_up_to=draft_up_to,
     )
     text = json.dumps(serving.engine_arguments) if as_json else shlex.join(serving.command)
     console.out.print(text)
 
 
-def _refuse_empty(names: Mapping[str, str | None]) -> None:
+def refuse_empty(names: Mapping[str, str | None]) -> None:
     """A shell variable that is not set; an empty path would be the working directory."""
     for option, name in names.items():
         if name is not None and not name.strip():
             raise InputError(f"{option} is empty: name a directory, an alias or a hub id.")
+
+
+def find_both(drafter: str, model: str | None) -> tuple[dict[str, Any], str]:
+    """The drafter's `config.json`, and its target as vLLM loads it.
+
+    Args:
+        drafter: alias, directory or hub id.
+        model: the target; None: what the drafter records.
+
+    Raises:
+        MismatchError: vLLM would refuse the drafter, or it is for another target.
+    """
+    from moaspec.generation.drafters import check_drafter
+    from moaspec.target.registry import find_weights
+
+    config = usable_config(drafter)
+    name = recorded_target(drafter, config) if model is None else model
+    weights = find_weights(name)
+    if is_directory(Path(weights)):  # a model of the hub is not downloaded for this
+        check_drafter(drafter, name)
+    return config, weights
 
 
 def usable_config(drafter: str) -> dict[str, Any]:

@@ -158,12 +158,13 @@ def _best(logits_TV: Tensor) -> Tensor:
 
 
 def _is_plain(head: Any) -> bool:
-    """Whether the head is a floating-point matrix without bias."""
+    """Whether the head is a matrix of 16 or 32 bits without bias; one of 8 bits has scales."""
     weight = getattr(head, "weight", None)
     return (
         isinstance(weight, Tensor)
         and weight.ndim == 2
         and weight.is_floating_point()
+        and weight.itemsize > 1
         and getattr(head, "bias", None) is None
     )
 

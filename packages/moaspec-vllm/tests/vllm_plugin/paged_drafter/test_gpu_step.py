@@ -103,10 +103,11 @@ def test_layers_that_vllm_made_unlike_the_targets_are_refused(own: Any) -> None:
         _require_alike(own, like, torch.device("meta"))
 
 
+@pytest.mark.parametrize("sizes", [{}, {"trained_positions": 16}, {"window": 24}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.usefixtures("gpu")
-def test_a_step_runs_on_the_device_of_the_model(dtype: torch.dtype) -> None:
-    batch = Batch("meta", dtype)
+def test_a_step_runs_on_the_device_of_the_model(dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    batch = Batch("meta", dtype, **sizes)
     drafts = batch.step([0, 0], [40, 30], [1, 0])
     assert [len(chain) for chain in drafts] == [DEPTH, 0]
     assert [len(chain) for chain in batch.step([40, 30], [1, 9], [1, 1])] == [DEPTH] * 2

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from moaspec_vllm.vllm_settings import VLLMServeSettings
 from vllm_batch import DEPTH, MOST, Batch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
@@ -203,3 +204,24 @@ def test_full_graphs_exist_with_drafts_and_without(drafts: int) -> None:
     graphs.clear()
     assert runner.cudagraph_dispatcher is stock
     assert not graphs.use(one_token=True)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_draft_up_to_leaves_vllm_its_full_graphs(own: bool) -> None:
+    """VLLM's option for the same takes them away, in its first runner."""
+    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.config.speculative import SpeculativeConfig
+
+    settings = VLLMServeSettings(model="m", drafter="d", draft_up_to=8 if own else None)
+    speculative = settings.engine_arguments["speculative_config"]
+    if not own:
+        speculative["num_speculative_tokens_per_batch_size"] = [(1, 8, 3)]
+    config = VllmConfig()
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.speculative_config = SpeculativeConfig.__new__(SpeculativeConfig)
+    vars(config.speculative_config).update(
+        {"parallel_drafting": False, "num_speculative_tokens_per_batch_size": None} | speculative
+    )
+    config._maybe_override_dynamic_sd_cudagraph_mode()
+    kept = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    assert kept is own
