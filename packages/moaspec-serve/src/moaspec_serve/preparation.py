@@ -24,8 +24,9 @@ from moaspec_serve.sources.source import RecentMean
 
 T = TypeVar("T")
 
-NICENESS = 5
-"""Of the threads: beside a busy core they have a quarter of it."""
+NICER = 5
+"""Beyond the process's niceness, of the threads: beside one of its own they have a quarter of a
+core."""
 
 
 class PreparationPool:
@@ -106,7 +107,8 @@ def _leave_cores_to_steps() -> None:
     """Lower this thread's priority: requests that are sent and left again would slow down texts."""
     if sys.platform == "linux":  # elsewhere threads have no priority of their own
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
 
 
 def client_of(request: Request) -> str:

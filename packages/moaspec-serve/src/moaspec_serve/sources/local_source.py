@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,7 @@ class LocalSource(TextSource):
             target, drafter, num_target_layers=shaping.num_target_layers
         )
         self._target, self._drafting, self._learning = target, drafting, learning
+        self._outbox: _Outbox | None = None
         self.engine = Engine(verifier, drafting, target=target, step_s=STEP_S)
         self.cache = verifier.cache
 
@@ -142,10 +144,12 @@ class LocalSource(TextSource):
         for job in jobs:
             self.info.check(job)
         loop = asyncio.get_running_loop()
+        if self._outbox is None or self._outbox.loop is not loop:
+            self._outbox = _Outbox(loop)
+        outbox = self._outbox
 
         def forward(index: int, news: Update | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(report, index, news)
+            outbox.put(lambda: report(index, news))
 
         queued = [
             QueuedJob(_with_grammar(job), partial(forward, index)) for index, job in enumerate(jobs)
@@ -188,6 +192,27 @@ class LocalSource(TextSource):
     @property
     def load(self) -> Load:
         return self._worker.load
+
+
+class _Outbox:
+    """Calls from another thread to an event loop, which those of one step wake once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_awake = False
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        if not self._is_awake:
+            self._is_awake = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_awake = False  # before the calls are taken: a later one wakes the loop again
+        while self._calls:
+            self.loop.call_soon(self._calls.popleft())
 
 
 def _reading_of(job: Job) -> Job:
