@@ -335,6 +335,15 @@ def test_info_of_nothing(tmp_path: Path, cli: Cli) -> None:
     assert cli("info", str(tmp_path)).code == 2
 
 
+def test_info_of_a_file(tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    output = cli("info", str(path))
+    assert output.code == 2
+    assert "is a file" in output.err
+    assert "--model" in output.err
+
+
 # generate
 
 

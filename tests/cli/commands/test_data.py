@@ -422,6 +422,16 @@ def test_stats_as_a_table(cli: Cli, model: str, tmp_path: Path) -> None:
     assert "32768" in out
 
 
+@pytest.mark.parametrize("command", [["stats"], ["overlap", "--against", "/nope"]], ids=str)
+def test_an_absent_file_is_told_before_a_target_is_read(
+    cli: Cli, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moaspec_train.cli.data_studies.read_spec", None)
+    code, _, err = cli("data", *command, "/nope", "--model", "any")
+    assert code == 2
+    assert "Cannot read the data /nope" in err
+
+
 def test_stats_of_the_rows_before_ctrl_c(
     cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def page_directory() -> Path:
 
 
 def _page_files() -> ASGIApp:
-    """The page's static files, for requests that no endpoint answers; 404 below /v1."""
+    """The page's static files, for requests that no endpoint answers; 404 for all others."""
     files = with_headers(StaticFiles(directory=page_directory(), html=True), PAGE_HEADERS)
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,9 +124,20 @@ def _page_files() -> ASGIApp:
             allowed = {"allow": "DELETE, GET, HEAD, OPTIONS, POST"}
             await Response(status_code=204, headers=allowed)(scope, receive, send)
             return
-        if scope["path"].startswith("/v1/"):
-            raise HTTPException(404, f"There is no endpoint {scope['path'][:100]}.")
-        await files(scope, receive, send)
+        path = scope["path"]
+        if f"{path}/".startswith("/v1/"):
+            raise HTTPException(404, f"There is no endpoint {path[:100]}.")
+        try:
+            if path != "/" and scope["method"] not in ("GET", "HEAD"):
+                raise HTTPException(404)
+            await files(scope, receive, send)
+        except HTTPException as error:
+            if error.status_code != 404:
+                raise
+            text = f"There is no {path[:100]} here. All endpoints are below /v1: let the base URL "
+            raise HTTPException(
+                404, text + "end in /v1, without a slash before or after."
+            ) from error
 
     return serve
 

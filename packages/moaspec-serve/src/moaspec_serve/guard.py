@@ -123,6 +123,12 @@ class HttpGuard:
         if _is_protected(path) and not self._accepts(_key(headers)):
             text = "Incorrect API key. Send one of this server's as a bearer token."
             raise RequestError(text, status=401)
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestError(
+                f"Bodies in Content-Encoding {encoding[:50]!r} are not read; send plain JSON.",
+                status=415,
+            )
         length = headers.get("content-length", "0")
         if length.isdecimal():
             self._check_size(int(length[:20]))

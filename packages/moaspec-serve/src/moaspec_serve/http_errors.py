@@ -1,6 +1,7 @@
 """Errors as HTTP responses in OpenAI's format."""
 
 import logging
+import sys
 from collections.abc import Mapping
 from math import ceil
 from typing import Any
@@ -16,7 +17,7 @@ from moaspec_serve.openai.schema import ErrorResponse
 
 LOG = logging.getLogger("moaspec.http_errors")
 
-STATUSES = (400, 401, 404, 405, 408, 413, 429, 500, 503)  # all error statuses of the endpoints
+STATUSES = (400, 401, 404, 405, 408, 413, 415, 429, 500, 503)  # all error statuses of the endpoints
 
 _TYPES = {
     401: "authentication_error",
@@ -59,7 +60,8 @@ def error_response(error: Exception) -> tuple[int, dict[str, Any]]:
         status, code = error.status, error.code
         return status, error_body(status, str(error), param=error.param, code=code)
     if isinstance(error, HTTPException):
-        return error.status_code, error_body(error.status_code, str(error.detail))
+        text = _why_unread(error.__cause__) or str(error.detail)
+        return error.status_code, error_body(error.status_code, text)
     if isinstance(error, ContextError):
         return 400, error_body(400, str(error), code="context_length_exceeded")
     for kind, status in ((InputError, 400), (BusyError, 429), (MoaSpecError, 503)):
@@ -98,6 +100,18 @@ def _methods(request: Request) -> str:
     return ", ".join(
         one["method"] for one in asked if any(r.matches(one)[0] is Match.FULL for r in routes)
     )
+
+
+def _why_unread(cause: BaseException | None) -> str | None:
+    """Why a body could not be parsed; the framework says that it could not."""
+    if isinstance(cause, UnicodeDecodeError):
+        byte = f"byte {cause.object[cause.start]:#04x} at {cause.start}"
+        return f"The body is no text in UTF-8: {byte}. Send JSON in UTF-8, not compressed."
+    if isinstance(cause, RecursionError):
+        return "The body nests too deeply."
+    if isinstance(cause, ValueError):  # Python's limit on the digits of an integer
+        return f"The body holds a number of over {sys.get_int_max_str_digits()} digits."
+    return None
 
 
 def _readable(error: RequestValidationError) -> RequestError:

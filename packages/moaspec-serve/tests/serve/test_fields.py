@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -13,7 +13,7 @@ from openai.types import Completion
 from openai.types import completion_create_params as completions
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseIncludable, ResponseStreamEvent
 from openai.types.responses import response_create_params as responses
 from pydantic import TypeAdapter
 
@@ -21,7 +21,7 @@ import serving
 import templates
 import tiny
 from moaspec_serve.openai.chat_schema import ChatRequest
-from moaspec_serve.openai.responses.responses_schema import ResponseRequest
+from moaspec_serve.openai.responses.responses_schema import INCLUDABLE, ResponseRequest
 from moaspec_serve.openai.schema import CompletionRequest
 from moaspec_serve.server_context import MAX_COMPARED, NEUTRAL
 from moaspec_serve.sources.local_source import LocalSource
@@ -30,7 +30,7 @@ from serving import MODEL, Served, say
 HARMLESS = {
     *("background", "background_options", "metadata", "prediction", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"),
-    *("max_tool_calls", "store", "stream_options", "truncation", "user", "access_programs"),
+    *("max_tool_calls", "store", "stream_options", "user", "access_programs"),
 }
 """Documented as ignored."""
 ENDPOINTS: dict[str, tuple[Any, type, dict[str, Any]]] = {
@@ -143,6 +143,8 @@ def test_errors_name_the_kind_of_prompt_that_was_meant(http: httpx.Client, promp
         ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning_effort"),
         ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
         ("/v1/responses", {"include": ["message.output_text.logprobs"]}, "include.0"),
+        ("/v1/responses", {"include": ["reasoning.encrypted_content", "x"]}, "include.1"),
+        ("/v1/responses", {"truncation": "x"}, "truncation"),
         ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ("/v1/chat/completions", {"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type"),
         ("/v1/chat/completions", {"functions": [], "tools": []}, "functions"),
@@ -154,6 +156,64 @@ def test_values_that_are_refused(
 ) -> None:
     answer = post(http, path, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_documented_values_that_change_nothing(http: httpx.Client) -> None:
+    documented = set(get_args(ResponseIncludable)) - {"message.output_text.logprobs"}
+    assert documented == INCLUDABLE
+    for way in ("auto", "disabled", None):
+        answer = post(http, "/v1/responses", include=sorted(INCLUDABLE), truncation=way)
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [["a"] * 200, [[3]] * 200], ids=["texts", "ids"])
+def test_too_many_prompts_are_told_by_their_limit(http: httpx.Client, prompt: Any) -> None:
+    error = post(http, "/v1/completions", prompt=prompt).json()["error"]
+    assert error["param"] == "prompt"
+    assert "it holds 200 prompts; at most 64 are taken" in error["message"]
+    assert post(http, "/v1/completions", prompt=[3] * 200).status_code == 200
+
+
+LISTS: dict[str, Any] = {"name": "look", "parameters": {"type": "array"}}
+PASSWORD: dict[str, Any] = {
+    "type": "object",
+    "properties": {"secret": {"type": "string", "format": "password", "maxLength": 2}},
+    "required": ["secret"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": LISTS}]}),
+        ("/v1/chat/completions", {"functions": [LISTS]}),
+        ("/v1/responses", {"tools": [{"type": "function", **LISTS}]}),
+    ],
+    ids=["tools", "functions", "responses"],
+)
+def test_arguments_of_tools_are_objects(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    error = post(http, path, **fields).json()["error"]
+    assert error["param"] == "tools"
+    assert "'look'" in error["message"]
+    assert "'array'" in error["message"]
+
+
+def test_formats_of_strings_that_grammars_do_not_know(http: httpx.Client) -> None:
+    """They are notes; in a tool a number that cannot be read is named with the tool."""
+    path = "/v1/chat/completions"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": PASSWORD}}
+    answer = post(http, path, response_format=schema, max_tokens=60).json()["choices"][0]
+    assert set(json.loads(answer["message"]["content"])) == {"secret"}
+    tool: dict[str, Any] = {"name": "look", "parameters": PASSWORD}
+    asked = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    answer = post(http, path, **asked).json()
+    assert "error" not in answer
+    tool["parameters"] = {"type": "object", "properties": {"a": {"const": 10**40}}}
+    error = post(http, path, **asked).json()["error"]
+    assert error["message"].startswith("Tool 'look': The JSON schema cannot be used: the integer 1")
 
 
 def test_reasoning_effort_is_a_variable_of_templates_that_read_it() -> None:

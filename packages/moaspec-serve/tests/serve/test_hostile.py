@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import select
 import socket
@@ -406,6 +407,43 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
         error(answer, 405)
         assert answer.headers["allow"] == methods
     error(http.post("/v1/moaspec/link", json={"cut": True}), 404)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/chat/completions"),
+        ("POST", "/api/chat"),
+        ("POST", "//v1/chat/completions"),
+        ("GET", "/models"),
+        ("GET", "/nothing.js"),
+    ],
+)
+def test_base_urls_without_v1(http: httpx.Client, method: str, path: str) -> None:
+    told = error(http.request(method, f"{http.base_url}{path}"), 404)["message"]
+    assert f"no {path} here" in told
+    assert "end in /v1" in told
+
+
+BODY = json.dumps({"model": MODEL, "messages": say("é")}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (gzip.compress(BODY.encode()), {"Content-Encoding": "gzip"}, 415, "'gzip' are not read"),
+        (gzip.compress(BODY.encode()), {}, 400, "no text in UTF-8: byte 0x8b at 1"),
+        (BODY.encode("latin-1"), {}, 400, "no text in UTF-8: byte 0xe9"),
+        (BODY.replace('"model"', f'"seed": {"1" * 5000}, "model"'), {}, 400, "over 4300 digits"),
+    ],
+    ids=["encoding", "gzip", "latin-1", "digits"],
+)
+def test_bodies_that_cannot_be_parsed(
+    http: httpx.Client, body: str | bytes, headers: dict[str, str], status: int, message: str
+) -> None:
+    headers = {"Content-Type": "application/json", **headers}
+    answer = http.post(CHAT, content=body, headers=headers)
+    assert message in error(answer, status)["message"]
 
 
 def test_foreign_origins(http: httpx.Client) -> None:

@@ -241,7 +241,8 @@ def test_plain_texts() -> None:
         ({"prompt_ids": [1, True]}, "list of integers"),
         ({"prompt_ids": [1], "response_ids": "ab"}, "'response_ids'"),
         ({"messages": [Q], "images": ["a.png"]}, "'images' cannot be read"),
-        ({"messages": [Q, A], "label": False}, "'label' is false"),
+        ({"messages": [Q, A], "label": False}, "'label' is False"),
+        ({"prompt": "q", "completion": "a", "KTO_tag": " False"}, "'KTO_tag' is ' False'"),
         ({"conversations": [HUMAN], "tools": "no json"}, "'tools' must be JSON"),
         ({"conversations": [HUMAN], "history": ["p"]}, "'history' must be a list of"),
         ({"conversations": [HUMAN], "system": 3}, "'system' must be a text"),
@@ -287,9 +288,33 @@ def test_errors_leave_no_file_open(tmp_path: Path) -> None:
 
 SILENT = [
     *({"weight": 0}, {"weight": 0.0}, {"loss_weight": 0}, {"train": False}, {"loss": False}),
-    *({"training": "false"}, {"train": "no"}, {"loss": 0}),
+    *({"training": "false"}, {"train": "no"}, {"loss": 0}, {"weight": -0.0}, {"Weight": "0.00"}),
+    *({"train": "N"}, {"TRAIN": " f "}, {"Train": False}),
 ]
-LOUD = [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": "true"}, {"loss": None}]
+LOUD = [
+    *({"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": "true"}, {"loss": None}),
+    *({"Train": "Y"}, {"weight": "1.00"}),
+]
+
+
+NO = [False, 0, 0.0, -0.0, "0", "0.00", "-0", "false", " False ", "NO", "n", "F", "off"]
+
+
+@pytest.mark.parametrize("no", NO, ids=repr)
+@pytest.mark.parametrize("column", ["label", "kto_tag", "Label", "KTO_TAG"])
+def test_answers_that_are_judged_bad_are_refused(column: str, no: Any) -> None:
+    with pytest.raises(DataError, match=f"{column!r} is .*shall not give"):
+        parsed({"prompt": "q", "completion": "bad", column: no})
+
+
+@pytest.mark.parametrize(
+    ("verdict", "unused"),
+    [(True, ()), (1, ()), (1.0, ()), ("True", ()), ("", ()), (None, ()), ("sports", ("label",))],
+    ids=repr,
+)
+def test_answers_that_are_not_judged_bad(verdict: Any, unused: tuple[str, ...]) -> None:
+    conversation = parsed({"prompt": "q", "completion": "a", "label": verdict})
+    assert (said(conversation), conversation.unused) == (ASKED, unused)
 
 
 @pytest.mark.parametrize("keys", SILENT, ids=str)

@@ -67,6 +67,11 @@ def info(
     Example: moaspec info smollm2-135m
     """
     directory = bundled_drafters().get(checkpoint, Path(checkpoint))
+    if directory.is_file():
+        raise UnknownModelError(
+            f"{checkpoint!r} is a file; `moaspec info` shows drafters, which are directories. A "
+            f"GGUF file is a target: give it to other commands as --model {checkpoint}."
+        )
     if not is_directory(directory):
         raise UnknownModelError(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "

@@ -33,6 +33,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from moaspec_core.errors import InputError
 from moaspec_core.sampling import grammar_worker
 from moaspec_core.sampling.endless_schemas import check_ends
+from moaspec_core.sampling.schema_values import readable
 from moaspec_core.sampling.token_ids import common_length
 from moaspec_core.support import limits
 from moaspec_core.support.causes import first_line
@@ -58,6 +59,10 @@ WAIT_S = 60.0
 
 RULE = re.compile(r'^\s*[?!]?\w[^"/:\n]*:|\$ref\b', re.MULTILINE)
 """Where a rule of Lark begins, or a reference of a JSON schema."""
+
+LINES_OF_LARK = re.compile(r"\n *\d+ \| ")
+IN_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+"""Where a schema stands in the grammar of a tool call."""
 
 T = TypeVar("T")
 
@@ -192,6 +197,7 @@ def json_grammar(schema: dict[str, Any]) -> str:
     if limits.too_deep(schema):
         raise InputError(f"The JSON schema nests over {limits.MAX_JSON_DEPTH} levels deep.")
     check_ends(schema)
+    schema = readable(schema)
     try:
         return str(LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT))
     except ValueError as error:
@@ -272,8 +278,12 @@ def _forget_oldest(known: OrderedDict[Any, Any], most: int) -> None:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Why a matcher failed, without the state that llguidance adds."""
-    return matcher.get_error().partition("\n<state>")[0]
+    """Why a matcher failed, without its state and the lines of a grammar, which llguidance adds.
+
+    The grammar of tool calls is moaspec's own.
+    """
+    told: str = matcher.get_error().partition("\n<state>")[0]
+    return IN_SCHEMA.sub("", LINES_OF_LARK.split(told)[0])
 
 
 def _bitmask_of(token_ids: Sequence[int], vocab_size: int) -> bytes:

@@ -14,6 +14,7 @@ from moaspec_core.chat.messages import Message, normal_tool
 from moaspec_core.errors import InputError
 from moaspec_core.sampling.endless_schemas import check_ends
 from moaspec_core.sampling.grammar import json_grammar, lark_grammar
+from moaspec_core.sampling.schema_values import readable
 from moaspec_serve.http_errors import RequestError
 from moaspec_serve.openai.call_grammar import Function, call_grammar, lists_arguments
 from moaspec_serve.openai.schema import GenerationRequest
@@ -73,12 +74,7 @@ class ChatInput:
         Raises:
             InputError: an unsupported schema, or a tool choice without tools.
         """
-        tools, forced = self.callable_functions, self.forced
-        for tool in tools:
-            try:
-                check_ends(tool["parameters"])
-            except InputError as error:
-                raise RequestError(f"Tool {tool['name']!r}: {error}", param="tools") from error
+        tools, forced = list(map(_readable, self.callable_functions)), self.forced
         if forced and not tools:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
         form = context.template.form
@@ -142,11 +138,21 @@ class PreparedChat:
         )
 
 
+def _readable(tool: Function) -> Function:
+    """A tool whose schema a grammar can follow; RequestError names the tool."""
+    try:
+        check_ends(tool["parameters"])
+        return {**tool, "parameters": readable(tool["parameters"])}
+    except InputError as error:
+        raise RequestError(f"Tool {tool['name']!r}: {error}", param="tools") from error
+
+
 def normal_tools(tools: Iterable[BaseModel] | None) -> list[dict[str, Any]]:
     """Tools of a request in the normal form.
 
     Raises:
-        RequestError: two have one name, so that a call would not say which it means.
+        RequestError: two have one name, so that a call would not say which it means, or one takes
+            no object.
     """
     normal = [normal_tool(tool.model_dump(exclude_none=True)) for tool in tools or ()]
     names: set[str] = set()
@@ -155,4 +161,11 @@ def normal_tools(tools: Iterable[BaseModel] | None) -> list[dict[str, Any]]:
         if name in names:
             raise RequestError(f"Two tools have the name {name!r}.", param="tools")
         names.add(name)
+        kind = tool["function"]["parameters"].get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            raise RequestError(
+                f"Tool {name!r}: its parameters have the type {kind!r:.50}, but the arguments of a "
+                'call are an object. Describe them as properties of {"type": "object"}.',
+                param="tools",
+            )
     return normal

@@ -156,15 +156,24 @@ class ChoicesRequest(GenerationRequest):
         return self.n or 1
 
 
+def _few_prompts(value: Any) -> Any:
+    """Refuse too many before they are taken for token ids."""
+    is_many = isinstance(value, list) and len(value) > limits.MAX_PROMPTS
+    if is_many and isinstance(value[0], str | list):
+        raise ValueError(f"it holds {len(value)} prompts; at most {limits.MAX_PROMPTS} are taken")
+    return value
+
+
 class CompletionRequest(ChoicesRequest):
     """Request body of /v1/completions."""
 
-    prompt: (
+    prompt: Annotated[
         str
         | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)]
         | Ids
-        | Annotated[list[Ids], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)]
-    )
+        | Annotated[list[Ids], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)],
+        BeforeValidator(_few_prompts),
+    ]
     best_of: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.data.conversations import ReadReport, read_conversations
-from moaspec.data.rows import read_rows
+from moaspec.data.rows import read_rows, require_sources
 from moaspec_core.cli.options import MODEL, Json, Model, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.interrupts import deferred_interrupts
@@ -47,6 +47,7 @@ def stats(
 
     Example: moaspec data stats responses.jsonl.gz
     """
+    require_sources(sources)
     target = read_spec(model)
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
     from moaspec_train.dataset.read_examples import read_examples
@@ -100,6 +101,7 @@ def overlap(
     """
     from moaspec.data.overlap import overlaps
 
+    require_sources([*sources, *against])
     if out is not None and out.exists():
         raise InputError(f"{out} exists; name another file.")
     if out is not None:

@@ -40,10 +40,11 @@ OWN_COLUMNS = ("source", "turn", "stop_reason", "messages")
 
 LOSS_KEYS = ("weight", "loss_weight", "train", "training", "loss")
 """Keys of a message or a row that say whether it carries loss, of several programs."""
-SAYS_LOSS = {
-    **dict.fromkeys(("1", "1.0", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "0.0", "false", "no", "off"), False),
+YES_OR_NO = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off"), False),
 }
+"""Beside numbers, of which 1 says yes and 0 says no."""
 
 Columns = dict[str, Any]  # of a row, or keys of a message, that are not read yet
 Fields = dict[str, Any]  # of a Conversation
@@ -77,13 +78,14 @@ def _refuse_other_answers(columns: Columns) -> None:
     media = _first(columns, MEDIA)
     if media is not None:
         raise MalformedError(f"{media!r} cannot be read, only text. Leave such rows out.")
-    for name in VERDICTS:
-        if columns.get(name) is False:
+    for name in _named(columns, VERDICTS):
+        is_good = _yes_or_no(columns[name])
+        if is_good is False:
             raise MalformedError(
-                f"{name!r} is false: its answer is one that a model shall not give (KTO). Leave "
-                "such rows out."
+                f"{name!r} is {short(columns[name])}: its answer is one that a model shall not "
+                "give (KTO). Leave such rows out."
             )
-        if columns.get(name) is True:
+        if is_good:
             del columns[name]
 
 
@@ -204,7 +206,8 @@ def _message(columns: Columns, message: Any, number: int) -> dict[str, Any]:
     silent = not _take_loss(keys, role) and role == "assistant"
     unread = [key for key in keys if key not in MESSAGE_KEYS and not _is_empty(keys[key])]
     columns.update({f"messages.{key}": keys[key] for key in unread})
-    others = {key: keys[key] for key in keys if key not in ("content", "value", *LOSS_KEYS)}
+    loss_keys = _named(keys, LOSS_KEYS)
+    others = {key: keys[key] for key in keys if key not in ("content", "value", *loss_keys)}
     if silent:
         others["weight"] = 0
     if speaker in CALLERS:
@@ -231,12 +234,26 @@ def _take_loss(columns: Columns, role: str = "assistant") -> bool:
     A yes for another role than the assistant stays: it has no effect. But OpenAI's weight may be 1.
     """
     carries = True
-    for key in LOSS_KEYS:
-        says = SAYS_LOSS.get(str(columns.get(key)).strip().lower())
-        if says is False or (says and (role == "assistant" or key.endswith("weight"))):
+    for key in _named(columns, LOSS_KEYS):
+        says = _yes_or_no(columns[key])
+        if says is False or (says and (role == "assistant" or key.lower().endswith("weight"))):
             del columns[key]
             carries = carries and says
     return carries
+
+
+def _named(columns: Columns, names: Iterable[str]) -> list[str]:
+    """Columns of these names, in upper or lower case."""
+    return [column for column in columns if str(column).lower() in names]
+
+
+def _yes_or_no(value: Any) -> bool | None:
+    """What a boolean, a number or a word says; None for any other value."""
+    try:
+        text = str(value).strip().lower()
+        return YES_OR_NO[text] if text in YES_OR_NO else {0.0: False, 1.0: True}.get(float(text))
+    except ValueError:  # no number, or an integer of too many digits
+        return None
 
 
 def _calls(value: Any, number: int) -> list[Any]:

@@ -86,14 +86,25 @@ class ResponseText(RequestModel):
     ) = None
 
 
+INCLUDABLE = frozenset(
+    (
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+        *("message.input_image.image_url", "reasoning.encrypted_content"),
+    )
+)
+"""Values of `include` that concern OpenAI's own tools and models, which do not exist here."""
+
+
 def _can_be_included(name: str) -> str:
     if name == "message.output_text.logprobs":
         raise ValueError("responses have no logprobs here")
+    if name not in INCLUDABLE:
+        raise ValueError(f"{name!r:.50} is none of {', '.join(sorted(INCLUDABLE))}")
     return name
 
 
 Included = Annotated[str, AfterValidator(_can_be_included)]
-"""All other values concern OpenAI's own tools, which do not exist here."""
 
 
 class ResponseRequest(GenerationRequest):
@@ -106,6 +117,7 @@ class ResponseRequest(GenerationRequest):
     store: bool | None = None
     text: ResponseText | None = None
     include: list[Included] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # nothing is cut here
     reasoning: Reasoning | None = None
     tools: (
         Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS, fail_fast=True)] | None
