@@ -177,10 +177,10 @@ class Tokens:
         if given is not None:
             return given
         default = _DEFAULTS.get(self.field("model"), {}).get(kind)
-        # llama.cpp takes any token with the usual id; here an ordinary token must not end texts.
         if default is None or default >= len(self.texts):
             return None
-        return default if self.types[default] in (CONTROL, UNKNOWN) else None
+        # llama.cpp takes any token with the usual id; here an ordinary token must not end texts.
+        return default if kind != "eos" or self.types[default] in (CONTROL, UNKNOWN) else None
 
     def _by_field(self, kind: str) -> int | None:
         keys = (f"{kind}_token_id", f"{_OLD_NAMES.get(kind)}_token_id")
@@ -218,9 +218,13 @@ class Tokens:
 
     def special(self) -> Iterator[tuple[str, int]]:
         """Tokens that are cut out of a text before it is split into words, with their types."""
-        for text, kind in zip(self.texts, self.types, strict=False):
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+        for token_id, (text, kind) in enumerate(zip(self.texts, self.types, strict=False)):
+            if self.is_special(token_id):
                 yield text, kind
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is cut out of texts, by its type alone."""
+        return self.types[token_id] in (UNKNOWN, CONTROL, USER_DEFINED)
 
 
 def _require_kind(name: str, value: Any) -> None:
