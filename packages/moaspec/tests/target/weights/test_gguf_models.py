@@ -31,6 +31,7 @@ from moaspec.evaluate.correctness.llama_cpp import log_probabilities
 from moaspec.target.target import Target
 from moaspec.target.weights import gguf
 from moaspec.target.weights.gguf_config import ARCHITECTURES
+from moaspec.target.weights.gguf_tokens import SUPPRESSED
 from moaspec_core.errors import UnknownModelError, UnsupportedTargetError
 
 IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(60)]
@@ -570,6 +571,26 @@ def test_sampling_that_is_impossible(name: str, value: Any, tmp_path: Path) -> N
     others = {f"general.sampling.{name}": value}
     path = CASES["llama"].write(tmp_path / "model.gguf", others=others)
     with pytest.raises(UnknownModelError, match=rf"general\.sampling\.{name} is {value}, and must"):
+        moaspec.load_target(path)
+
+
+def test_suppressed_tokens_are_in_no_answer(tmp_path: Path) -> None:
+    """llama.cpp never samples them either."""
+    case, prompt = CASES["llama"], IDS[:20]
+    made = case.model()
+    first = tiny.own_text(Target(made, None, name="whole"), prompt, 1)
+    path = case.write(tmp_path / "model.gguf", made, others={SUPPRESSED: first})
+    target = moaspec.load_target(path, dtype="float32")
+    found = moaspec.generate(target, prompt, max_new_tokens=8).token_ids
+    made.generation_config.suppress_tokens = first
+    assert found == tiny.own_text(Target(made, None, name="whole"), prompt, 8)
+    assert first[0] not in found
+
+
+@pytest.mark.parametrize("value", [[96], [-1], ["a"], 3])
+def test_suppressed_tokens_that_are_no_ids(value: Any, tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf", others={SUPPRESSED: value})
+    with pytest.raises(UnknownModelError, match=r"suppress_tokens is .* list of ids from 0 to 95"):
         moaspec.load_target(path)
 
 

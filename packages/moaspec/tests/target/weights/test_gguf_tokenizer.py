@@ -574,6 +574,19 @@ def test_all_chat_templates_are_kept() -> None:
     assert both.get_chat_template() == "usual"
 
 
+def test_fields_of_other_tokenizers_change_nothing() -> None:
+    others = {
+        "remove_extra_whitespaces": True,
+        "add_sep_token": True,
+        "cls_token_id": 0,
+        "normalizer.lowercase": False,
+        "add_padding_token": False,
+    }
+    plain, more = (gguf_files.byte_level("qwen2", **given) for given in ({}, others))
+    found = [read_tokenizer(fields, name="x")(TEXTS[13])["input_ids"] for fields in (plain, more)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -591,6 +604,8 @@ def test_all_chat_templates_are_kept() -> None:
         ({"eos_token_id": "2"}, "eos_token_id is '2', and must be a whole number"),
         ({"eot_token_id": [1, 2]}, "eot_token_id is '[1, 2]'"),
         ({"bos_token_id": -1}, "bos_token_id is '-1'"),
+        ({"what.is.this": 1}, "tokenizer.ggml.what.is.this is '1', which is not known"),
+        ({"normalizer.lowercase": True}, "lowercase is 'True', which is not known"),
         ({"add_bos_token": "yes"}, "add_bos_token is 'yes', and must be true or false"),
     ],
 )

@@ -23,6 +23,7 @@ from moaspec.target.weights.gguf_tokens import (
     TEMPLATE,
     Tokens,
     UnreadableError,
+    require_known,
 )
 from moaspec_core.errors import UnknownModelError
 from moaspec_core.support.causes import first_line
@@ -77,6 +78,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
     kind = fields.get(f"{KEY}model")
     if kind not in _KINDS:
         raise UnreadableError(f"{KEY}model is {kind!r}, and known are {', '.join(_KINDS)}.")
+    require_known(fields)
     tokens = Tokens.of(fields)
     if kind == "llama":
         backend, begins = _sentencepiece(tokens), True

@@ -91,6 +91,31 @@ _LISTS: Mapping[str, tuple[type, ...]] = {
 }
 _SWITCHES = tuple(f"{KEY}add_{name}" for name in ("bos_token", "eos_token", "space_prefix"))
 _TEXTS = ("general.name", f"{KEY}model", f"{KEY}pre")
+_ROLES = (
+    *("bos", "eos", "unknown", "seperator", "padding", "mask"),
+    *("cls", "eot", "eom"),
+    *_FIM,
+    *_OLD_NAMES.values(),
+)
+SUPPRESSED = f"{KEY}suppress_tokens"
+_KNOWN = {
+    *_LISTS,
+    *_SWITCHES,
+    *_TEXTS,
+    *(f"{KEY}{role}_token_id" for role in _ROLES),
+    TEMPLATE,
+    "tokenizer.chat_templates",  # names of those that follow
+    SUPPRESSED,  # part of the generation config
+    # These are of other kinds of tokenizers, or of programs for whole prompts.
+    f"{KEY}add_sep_token",
+    f"{KEY}token_type_count",
+    f"{KEY}precompiled_charsmap",
+    f"{KEY}remove_extra_whitespaces",
+    "tokenizer.huggingface.json",
+    "tokenizer.rwkv.world",
+}
+_NOT_ADDED = tuple(f"{KEY}add_{role}_token" for role in _ROLES)
+_NORMALIZER = f"{KEY}normalizer."
 
 
 class UnreadableError(InputError):
@@ -225,6 +250,19 @@ class Tokens:
     def is_special(self, token_id: int) -> bool:
         """Whether a token is cut out of texts, by its type alone."""
         return self.types[token_id] in (UNKNOWN, CONTROL, USER_DEFINED)
+
+
+def require_known(fields: Mapping[str, Any]) -> None:
+    """Refuse fields of the tokenizer that may change ids in a way that is not known here.
+
+    Raises:
+        UnreadableError: names the first.
+    """
+    for name, value in sorted(fields.items()):
+        is_off = value is False and (name in _NOT_ADDED or name.startswith(_NORMALIZER))
+        is_template = name.startswith(f"{TEMPLATE}.")
+        if name.startswith("tokenizer.") and name not in _KNOWN and not is_off and not is_template:
+            raise UnreadableError(f"{name} is {str(value)[:60]!r}, which is not known.")
 
 
 def _require_kind(name: str, value: Any) -> None:
