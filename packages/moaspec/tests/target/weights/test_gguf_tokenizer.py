@@ -468,7 +468,7 @@ def test_an_ordinary_token_stays_one_whatever_names_it(case: str, tmp_path: Path
         assert "<s>" not in tokenizer.tokenize("<s>ab")
 
 
-def test_chat_templates_know_ordinary_tokens(tmp_path: Path) -> None:
+def test_chat_templates_know_ordinary_tokens() -> None:
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     fields = {**ROLES["both added"], "tokenizer.chat_template": template}
     tokenizer = read_tokenizer(fields, name="x")

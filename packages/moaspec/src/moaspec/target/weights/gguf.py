@@ -14,12 +14,18 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from moaspec.target.weights.gguf_config import architecture_of, read_config
-from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf, save_index
+from moaspec.target.weights.gguf_file import (
+    GGUFFile,
+    UnfitFileError,
+    parts_of,
+    read_gguf,
+    save_index,
+)
 from moaspec.target.weights.gguf_tensors import parameters, sources
 from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 from moaspec.target.weights.gguf_tokens import SUPPRESSED, UnreadableError
 from moaspec_core.checkpoint.directory import is_directory
-from moaspec_core.errors import MoaSpecError, UnknownModelError
+from moaspec_core.errors import MoaSpecError, UnknownModelError, UnsupportedTargetError
 from moaspec_core.sampling.params import SETTINGS
 from moaspec_core.support.causes import first_line
 from moaspec_core.support.paths import (
@@ -159,6 +165,8 @@ def named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
     remedy = f" {remedy}." if remedy else ""
     try:
         yield
+    except (UnsupportedTargetError, UnfitFileError) as error:  # another download is the same
+        raise type(error)(f"{begun}{error}") from error
     except MoaSpecError as error:
         raise type(error)(f"{begun}{error}{remedy}") from error
     # The libraries raise almost anything where files are damaged.
