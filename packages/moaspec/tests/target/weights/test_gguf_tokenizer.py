@@ -563,6 +563,12 @@ def test_no_ordinary_token_ends_an_answer_where_the_file_names_no_eos() -> None:
     assert end_ids(sentence_fields(eos_token_id=None))[0] == 2  # </s>, by kind and by text
 
 
+def test_ollamas_list_of_ends_is_read() -> None:
+    fields = gguf_files.byte_level("qwen2", eos_token_id=FIRST - 1, eos_token_ids=[3, 5, 10**6])
+    assert end_ids(fields) == [FIRST - 1, 3, 5]
+    assert read_tokenizer(fields, name="x").tokenize("ab") == ["ab"]
+
+
 def test_all_chat_templates_are_kept() -> None:
     names = {"tool_use": "tools", "rag": "documents"}
     named = {f"tokenizer.chat_template.{name}": text for name, text in names.items()}

@@ -88,6 +88,7 @@ _LISTS: Mapping[str, tuple[type, ...]] = {
     f"{KEY}merges": (str,),
     f"{KEY}token_type": (int,),
     f"{KEY}scores": (int, float),
+    f"{KEY}eos_token_ids": (int,),  # Ollama's, beside eos_token_id
 }
 _SWITCHES = tuple(f"{KEY}add_{name}" for name in ("bos_token", "eos_token", "space_prefix"))
 _TEXTS = ("general.name", f"{KEY}model", f"{KEY}pre")
@@ -109,6 +110,7 @@ _KNOWN = {
     # These are of other kinds of tokenizers, or of programs for whole prompts.
     f"{KEY}add_sep_token",
     f"{KEY}token_type_count",
+    f"{KEY}added_tokens",  # llama.cpp, too, goes by types alone
     f"{KEY}precompiled_charsmap",
     f"{KEY}remove_extra_whitespaces",
     "tokenizer.huggingface.json",
@@ -227,7 +229,8 @@ class Tokens:
             for kind in _ENDS_BY_FIELD
             if kind in _FIM and self._by_field(kind) is None
         }
-        return {*self._known_ends, *(one for one in found if one is not None)}
+        more = (one for one in self.field("eos_token_ids", ()) if 0 <= one < len(self.texts))
+        return {*self._known_ends, *more, *(one for one in found if one is not None)}
 
     @cached_property
     def _no_ends(self) -> dict[str, int]:
