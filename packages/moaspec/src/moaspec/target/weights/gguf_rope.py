@@ -144,7 +144,7 @@ def _yarn(fields: Fields, factor: float, rotary: Rotary) -> dict[str, Any]:
     trained = fields.integer("rope.scaling.original_context_length", rotary.context, least=1)
     if factor < 1:
         raise fields.damaged("rope.scaling.factor", "must be at least 1 for yarn")
-    parameters = {
+    parameters: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": trained,

@@ -97,7 +97,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
     added = {name: named[name] for name, is_added in adds.items() if is_added and name in named}
     if added.keys() & ordinary:
         backend.post_processor = _framed(tokens, added)
-        switches = {}
+        switches = dict[str, bool]()
     else:
         switches = {f"add_{name}": name in added for name in adds}
     return PreTrainedTokenizerFast(
