@@ -31,6 +31,7 @@ from moaspec.evaluate.correctness.llama_cpp import log_probabilities
 from moaspec.target.target import Target
 from moaspec.target.weights import gguf
 from moaspec.target.weights.gguf_config import ARCHITECTURES
+from moaspec.target.weights.gguf_tokens import SUPPRESSED
 from moaspec_core.errors import UnknownModelError, UnsupportedTargetError
 
 IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(60)]
@@ -399,6 +400,10 @@ def _infinite(name: str) -> Callable[[dict[str, np.ndarray]], None]:
     return lambda tensors: tensors[name].fill(np.inf)
 
 
+def _values(name: str, value: str) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda tensors: tensors.update({name: np.full(8, float(value), "f4")})
+
+
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -418,6 +423,17 @@ def _infinite(name: str) -> Callable[[dict[str, np.ndarray]], None]:
         ("qwen2", _with("rope_freqs.weight", 8), "has the tensor rope_freqs.weight"),
         ("qwen2", _with("rope_factors_long.weight", 8), "has the tensor rope_factors_long"),
         ("phi3", _with("rope_factors_long.weight", 8), "rope_factors_short.weight is missing"),
+        *(
+            (
+                "llama",
+                _values("rope_freqs.weight", one),
+                rf"rope_freqs.weight has the value {one}, and",
+            )
+            for one in ("0", "nan", "inf", "-1")
+        ),
+        ("qwen3moe", _with("blk.0.attn_q.bias", 64), r"has the tensor blk\.0\.attn_q\.bias"),
+        ("arcee", _with("blk.0.attn_q.bias", 64), r"has the tensor blk\.0\.attn_q\.bias"),
+        ("seed_oss", _with("blk.0.ffn_up.bias", 96), r"has the tensor blk\.0\.ffn_up\.bias"),
         ("llama", _infinite("blk.1.ffn_up.weight"), r"blk\.1\.ffn_up\.weight has NaN or infinite"),
     ],
 )
@@ -427,7 +443,9 @@ def test_other_tensors_are_refused_by_name(
     path = CASES[name].write(tmp_path / "model.gguf", change=change)
     with pytest.raises(UnknownModelError, match=reason) as caught:
         moaspec.load_target(path)
-    assert str(path) in str(caught.value)
+    said = str(caught.value)
+    assert str(path) in said
+    assert ("Download it again" in said) != ("hub id instead" in said)
     assert not any((tmp_path / "cache").glob("*/*.safetensors"))
 
 
@@ -472,14 +490,22 @@ def test_a_tensor_more_or_less_is_refused(architecture: str, tmp_path: Path) -> 
         ("granite", {"logit_scale": 4.0, "rope.scaling.finetuned": False}, "finetuned is False"),
         ("llama", {"attention.head_count_kv": [2, 4]}, r"layers differ in llama\.attention"),
         ("llama", {"what.is.this": "x"}, r"llama\.what\.is\.this is x"),
+        ("llama", {"attention.causal": 1}, r"attention\.causal is 1"),
+        ("llama", {"expert_weights_norm": 0}, r"expert_weights_norm is 0"),
+        (
+            "olmo 3",
+            {**CASES["olmo 3"].fields, "rope.freq_base_swa": 5e5},
+            "freq_base_swa is 500000",
+        ),
     ],
 )
 def test_fields_that_change_the_model_are_refused_by_name(
     name: str, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = CASES[name].write(tmp_path / "model.gguf", fields=fields)
-    with pytest.raises(UnsupportedTargetError, match=reason):
+    with pytest.raises(UnsupportedTargetError, match=rf"{reason}.* hub id instead") as caught:
         moaspec.load_target(path)
+    assert "Download" not in str(caught.value)
 
 
 NAN = float("nan")
@@ -512,6 +538,17 @@ NAN = float("nan")
         ("llama, yarn", "rope.scaling.factor", 0.5, "must be at least 1 for yarn"),
         ("llama, yarn", "rope.scaling.original_context_length", 0, "of at least 1"),
         ("ministral 3", "rope.scaling.yarn_beta_fast", 0.0, "a finite number above 0"),
+        ("ministral 3", "rope.scaling.yarn_beta_fast", 1.0, "must be at least yarn_beta_slow (2)"),
+        ("llama, linear", "rope.scaling.factor", 2.0**-100, "must be 0 or from 1e-06 to 1e+06"),
+        ("llama, linear", "rope.scaling.factor", NAN, "must be a finite number of at least 0"),
+        ("llama, linear", "rope.scaling.factor", math.inf, "must be a finite number of at least 0"),
+        ("llama, older linear", "rope.scale_linear", 2.0**60, "must be 0 or from 1e-06 to 1e+06"),
+        ("llama, yarn", "rope.scaling.attn_factor", math.inf, "must be a finite number above 0"),
+        ("llama", "attention.head_count_kv", [2, 2, 2], "one value for each of 2 layers"),
+        ("llama", "attention.sliding_window", [8, 8], "must be a whole number of at least 0"),
+        ("llama", "attention.sliding_window", "8", "must be a whole number of at least 0"),
+        ("granite", "attention.scale", -0.5, "must be a finite number of at least 0"),
+        ("granite", "residual_scale", -0.5, "must be a finite number of at least 0"),
         ("llama, experts", "expert_used_count", 0, "must be a whole number of at least 1"),
         ("llama, experts", "expert_used_count", 5, "must be at most expert_count, 4"),
         ("llama", "expert_used_count", 2, "must be 0 where there is no expert_count"),
@@ -570,6 +607,26 @@ def test_sampling_that_is_impossible(name: str, value: Any, tmp_path: Path) -> N
     others = {f"general.sampling.{name}": value}
     path = CASES["llama"].write(tmp_path / "model.gguf", others=others)
     with pytest.raises(UnknownModelError, match=rf"general\.sampling\.{name} is {value}, and must"):
+        moaspec.load_target(path)
+
+
+def test_suppressed_tokens_are_in_no_answer(tmp_path: Path) -> None:
+    """llama.cpp never samples them either."""
+    case, prompt = CASES["llama"], IDS[:20]
+    made = case.model()
+    first = tiny.own_text(Target(made, None, name="whole"), prompt, 1)
+    path = case.write(tmp_path / "model.gguf", made, others={SUPPRESSED: first})
+    target = moaspec.load_target(path, dtype="float32")
+    found = moaspec.generate(target, prompt, max_new_tokens=8).token_ids
+    made.generation_config.suppress_tokens = first
+    assert found == tiny.own_text(Target(made, None, name="whole"), prompt, 8)
+    assert first[0] not in found
+
+
+@pytest.mark.parametrize("value", [[96], [-1], ["a"], 3])
+def test_suppressed_tokens_that_are_no_ids(value: Any, tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf", others={SUPPRESSED: value})
+    with pytest.raises(UnknownModelError, match=r"suppress_tokens is .* list of ids from 0 to 95"):
         moaspec.load_target(path)
 
 
@@ -760,6 +817,42 @@ def test_a_part_of_another_file_is_refused(tmp_path: Path) -> None:
     shutil.copy(others[1], second)
     with pytest.raises(UnknownModelError, match=r"is also in|tensors, and by split.tensors.count"):
         moaspec.load_target(first)
+
+
+@pytest.mark.parametrize("change", [0, 1, 32, -32, "another"])
+def test_a_tensor_at_another_place_is_refused(change: int | str, tmp_path: Path) -> None:
+    """Other tensors' bytes would be read as its own."""
+    path = CASES["llama"].write(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4  # behind dimensions and type
+    now = int.from_bytes(data[at : at + 8], "little")
+    data[at : at + 8] = (0 if change == "another" else now + int(change)).to_bytes(8, "little")
+    path.write_bytes(data)
+    if change == 0:
+        moaspec.load_target(path, dtype="float32")
+        return
+    said = r"it is damaged: its tensor \S+ begins at byte \d+, and must begin at \d+.*Download"
+    with pytest.raises(UnknownModelError, match=said):
+        moaspec.load_target(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "pointer of Git LFS.* pull",
+        ),
+        (b"\n<!DOCTYPE html><html>Log in</html>", "is a web page.*`/resolve/`"),
+    ],
+)
+def test_what_stands_for_a_file(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UnknownModelError, match=said) as caught:
+        moaspec.load_target(path)
+    assert "damaged" not in str(caught.value)
 
 
 def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:

@@ -418,6 +418,76 @@ def test_llama_cpp_drops_the_same_spaces_in_phi_3(tmp_path: Path) -> None:
             assert (case, text, tokenizer(text)["input_ids"]) == (case, text, ids)
 
 
+_NO_TYPES = ("token_type", "bos_token_id", "eos_token_id", "unknown_token_id")
+
+
+def ordinary_roles() -> dict[str, dict[str, Any]]:
+    """Files in which the metadata names ordinary tokens, or has no types."""
+    bytes_ = gguf_files.byte_level("qwen2", ("! !",))
+    words = gguf_files.sentencepiece({"ab": -1.0, **dict.fromkeys(f"ab<>sunk/{SPACE}", -9.0)})
+    kinds = ("padding", "unknown", "bos", "eos", "seperator", "mask")
+    exclamation, letter, word = 0, 64, words["tokenizer.ggml.tokens"].index("ab")
+    adds = {"add_bos_token": True, "add_eos_token": True, "bos_token_id": exclamation}
+    adds = {f"tokenizer.ggml.{name}": one for name, one in adds.items()}
+    untyped = dict.fromkeys([f"tokenizer.ggml.{name}" for name in _NO_TYPES])
+    files = {
+        **{kind: {**bytes_, f"tokenizer.ggml.{kind}_token_id": exclamation} for kind in kinds},
+        "both added": {**bytes_, **adds, "tokenizer.ggml.eos_token_id": letter},
+        **{
+            f"SentencePiece {kind}": {**words, f"tokenizer.ggml.{kind}_token_id": word}
+            for kind in kinds[:4]
+        },
+        "no types": {**bytes_, "tokenizer.ggml.token_type": None},
+        "SentencePiece, no types": {**words, **untyped},
+    }
+    return {
+        case: {name: value for name, value in fields.items() if value is not None}
+        for case, fields in files.items()
+    }
+
+
+ROLES = ordinary_roles()
+ROLE_TEXTS = ("Hi! wow!! a", "ab ab xab", "<s>ab", "<unk>")
+
+
+@pytest.mark.parametrize("case", ROLES)
+def test_an_ordinary_token_stays_one_whatever_names_it(case: str, tmp_path: Path) -> None:
+    read_tokenizer(ROLES[case], name="x").save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert not {"!", "a", "ab"} & set(tokenizer.all_special_tokens)
+    for text in ROLE_TEXTS[:2]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    words = tokenizer.tokenize("wow!!")
+    assert words.count("!!") == (not case.startswith("Sent"))
+    ids = tokenizer("b")["input_ids"]
+    if case == "both added":
+        assert (ids[0], ids[-1]) == (0, 64)
+    if case == "SentencePiece, no types":
+        assert ids[0] == 1
+        assert "<s>" not in tokenizer.tokenize("<s>ab")
+
+
+def test_chat_templates_know_ordinary_tokens() -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    fields = {**ROLES["both added"], "tokenizer.chat_template": template}
+    tokenizer = read_tokenizer(fields, name="x")
+    asked = [{"role": "user", "content": "b"}]
+    assert tokenizer.apply_chat_template(asked, tokenize=False) == "!ba"
+
+
+@needs_llama_cpp
+def test_llama_cpp_reads_the_same_where_ordinary_tokens_are_named(tmp_path: Path) -> None:
+    files = {
+        case: gguf_files.write(tmp_path / f"{case}.gguf", fields) for case, fields in ROLES.items()
+    }
+    right = llama_cpp.token_ids(files, ROLE_TEXTS)
+    for case, fields in ROLES.items():
+        tokenizer = read_tokenizer(fields, name="x")
+        for text, ids in zip(ROLE_TEXTS, right[case], strict=True):
+            assert (case, text, tokenizer(text)["input_ids"]) == (case, text, ids)
+
+
 # Special tokens follow 256 letters, "ab" and <s>.
 FIRST = 258
 ENDS: dict[str, tuple[dict[str, int], dict[str, Any], set[int]]] = {
@@ -493,6 +563,12 @@ def test_no_ordinary_token_ends_an_answer_where_the_file_names_no_eos() -> None:
     assert end_ids(sentence_fields(eos_token_id=None))[0] == 2  # </s>, by kind and by text
 
 
+def test_ollamas_list_of_ends_is_read() -> None:
+    fields = gguf_files.byte_level("qwen2", eos_token_id=FIRST - 1, eos_token_ids=[3, 5, 10**6])
+    assert end_ids(fields) == [FIRST - 1, 3, 5]
+    assert read_tokenizer(fields, name="x").tokenize("ab") == ["ab"]
+
+
 def test_all_chat_templates_are_kept() -> None:
     names = {"tool_use": "tools", "rag": "documents"}
     named = {f"tokenizer.chat_template.{name}": text for name, text in names.items()}
@@ -502,6 +578,19 @@ def test_all_chat_templates_are_kept() -> None:
     assert both.chat_template == {"default": "usual", **names}
     assert both.get_chat_template(tools=[]) == "tools"
     assert both.get_chat_template() == "usual"
+
+
+def test_fields_of_other_tokenizers_change_nothing() -> None:
+    others = {
+        "remove_extra_whitespaces": True,
+        "add_sep_token": True,
+        "cls_token_id": 0,
+        "normalizer.lowercase": False,
+        "add_padding_token": False,
+    }
+    plain, more = (gguf_files.byte_level("qwen2", **given) for given in ({}, others))
+    found = [read_tokenizer(fields, name="x")(TEXTS[13])["input_ids"] for fields in (plain, more)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -521,6 +610,8 @@ def test_all_chat_templates_are_kept() -> None:
         ({"eos_token_id": "2"}, "eos_token_id is '2', and must be a whole number"),
         ({"eot_token_id": [1, 2]}, "eot_token_id is '[1, 2]'"),
         ({"bos_token_id": -1}, "bos_token_id is '-1'"),
+        ({"what.is.this": 1}, "tokenizer.ggml.what.is.this is '1', which is not known"),
+        ({"normalizer.lowercase": True}, "lowercase is 'True', which is not known"),
         ({"add_bos_token": "yes"}, "add_bos_token is 'yes', and must be true or false"),
     ],
 )

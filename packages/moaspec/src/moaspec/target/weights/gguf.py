@@ -14,12 +14,18 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from moaspec.target.weights.gguf_config import architecture_of, read_config
-from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf, save_index
+from moaspec.target.weights.gguf_file import (
+    GGUFFile,
+    UnfitFileError,
+    parts_of,
+    read_gguf,
+    save_index,
+)
 from moaspec.target.weights.gguf_tensors import parameters, sources
 from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
-from moaspec.target.weights.gguf_tokens import UnreadableError
+from moaspec.target.weights.gguf_tokens import SUPPRESSED, UnreadableError
 from moaspec_core.checkpoint.directory import is_directory
-from moaspec_core.errors import MoaSpecError, UnknownModelError
+from moaspec_core.errors import MoaSpecError, UnknownModelError, UnsupportedTargetError
 from moaspec_core.sampling.params import SETTINGS
 from moaspec_core.support.causes import first_line
 from moaspec_core.support.paths import (
@@ -32,7 +38,7 @@ from moaspec_core.support.paths import (
 from moaspec_core.support.seals import cached_directory, is_whole
 
 log = logging.getLogger(__name__)
-CONVERSION = 3
+CONVERSION = 4
 """Part of the names of converted files; another number where they must be made anew."""
 INDEX = "tensors.json"
 _REFUSED = "tokenizer_refused.txt"  # why the file's tokenizer cannot be read, in its place
@@ -159,6 +165,8 @@ def named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
     remedy = f" {remedy}." if remedy else ""
     try:
         yield
+    except (UnsupportedTargetError, UnfitFileError) as error:  # another download is the same
+        raise type(error)(f"{begun}{error}") from error
     except MoaSpecError as error:
         raise type(error)(f"{begun}{error}{remedy}") from error
     # The libraries raise almost anything where files are damaged.
@@ -211,7 +219,22 @@ def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
         with suppress(UnreadableError):  # another tokenizer is read; the file's own id stays
             made.eos_token_id = config.eos_token_id = end_ids(file.fields) or None
     made.update(**sampling, **({"do_sample": True} if sampling else {}))
+    made.suppress_tokens = _suppressed(file, config.vocab_size)
     return made
+
+
+def _suppressed(file: GGUFFile, vocab_size: int) -> list[int] | None:
+    """Tokens that no answer has."""
+    found = file.fields.get(SUPPRESSED)
+    if found is None:
+        return None
+    fits = isinstance(found, list) and all(type(one) is int for one in found)
+    if not fits or not all(0 <= one < vocab_size for one in found):
+        raise UnknownModelError(
+            f"its field {SUPPRESSED} is {str(found)[:60]}, and must be a list of ids from 0 to "
+            f"{vocab_size - 1}."
+        )
+    return found or None
 
 
 def _sampling(file: GGUFFile) -> Iterator[tuple[str, float]]:

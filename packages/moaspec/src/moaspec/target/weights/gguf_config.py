@@ -11,7 +11,7 @@ from typing import Any, Literal
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moaspec.target.weights.gguf_fields import Fields
+from moaspec.target.weights.gguf_fields import WAY_OUT, Fields
 from moaspec.target.weights.gguf_file import GGUFFile
 from moaspec.target.weights.gguf_rope import (
     FACTORS,
@@ -104,12 +104,14 @@ def architecture_of(file: GGUFFile) -> Architecture:
     """
     kind = file.fields.get("general.type", "model")
     if kind != "model":
-        raise UnsupportedTargetError(f"it holds no model but a part of the kind {kind!r}.")
+        raise UnsupportedTargetError(
+            f"it holds no model but a part of the kind {kind!r}. {WAY_OUT}"
+        )
     found = ARCHITECTURES.get(file.architecture)
     if found is None:
         raise UnsupportedTargetError(
             f"moaspec reads no GGUF files of the architecture {file.architecture!r}, but "
-            f"{', '.join(sorted(ARCHITECTURES))}. Name the model's directory or hub id instead."
+            f"{', '.join(sorted(ARCHITECTURES))}. {WAY_OUT}"
         )
     return found
 
@@ -117,6 +119,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
 def _common(fields: Fields, file: GGUFFile, architecture: Architecture) -> Values:
     """The values that all architectures have."""
     hidden = fields.integer("embedding_length", least=1)
+    fields.require_length(fields.integer("block_count", least=1))
     heads = fields.integer("attention.head_count", least=1)
     keys = fields.integer("attention.head_count_kv", heads, least=1)
     if heads % keys:
@@ -322,10 +325,11 @@ def _olmo2(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     if not window:
         return {"attention_bias": False}
     rope = values["rope_parameters"]
-    local = {
-        "rope_type": "default",
-        "rope_theta": fields.number("rope.freq_base_swa", rope["rope_theta"], sign="positive"),
-    }
+    base = rope["rope_theta"]
+    # llama.cpp takes no notice of it, and transformers has one base for all layers.
+    if fields.number("rope.freq_base_swa", base, sign="positive") != base:
+        raise fields.refuse("rope.freq_base_swa", f"and rope.freq_base {base:g}")
+    local = {"rope_type": "default", "rope_theta": base}
     return {
         "model_type": "olmo3",
         "sliding_window": window,
@@ -347,9 +351,10 @@ def _granite(fields: Fields, file: GGUFFile, values: Values) -> Values:
         raise fields.refuse("rope.scaling.finetuned", "a Granite without rotary embeddings")
     return {
         **_biases(fields, file, values),
-        "embedding_multiplier": fields.number("embedding_scale", 1.0) or 1.0,
-        "residual_multiplier": fields.number("residual_scale", 1.0) or 1.0,
-        "attention_multiplier": fields.number("attention.scale", 0.0) or values["head_dim"] ** -0.5,
+        "embedding_multiplier": fields.number("embedding_scale", 1.0, sign="not negative") or 1.0,
+        "residual_multiplier": fields.number("residual_scale", 1.0, sign="not negative") or 1.0,
+        "attention_multiplier": fields.number("attention.scale", 0.0, sign="not negative")
+        or values["head_dim"] ** -0.5,
         "logits_scaling": fields.number("logit_scale", sign="positive"),
     }
 

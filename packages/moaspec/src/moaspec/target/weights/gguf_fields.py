@@ -50,6 +50,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Values with which a field that no reader took changes nothing."""
 
 
+WAY_OUT = "Name the original model's directory or hub id instead of the GGUF file."
+"""Where a file is sound, and not supported."""
+
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""Fields that may have a list of one value for each layer."""
+
+
 class Fields:
     """The fields `<architecture>.*`, by their names without the architecture.
 
@@ -105,13 +112,25 @@ class Fields:
         value = self.raw(key, default)
         if value is None:
             raise UnknownModelError(f"it has no field {self._prefix}{key}.")
-        if not isinstance(value, list):
+        if not isinstance(value, list) or key not in PER_LAYER:
             return value
         if len(set(value)) != 1:
             raise UnsupportedTargetError(
-                f"its layers differ in {self._prefix}{key} ({str(value)[:60]})."
+                f"its layers differ in {self._prefix}{key} ({str(value)[:60]}). {WAY_OUT}"
             )
         return value[0]
+
+    def require_length(self, layers: int) -> None:
+        """Raises UnknownModelError if a list of the layers' values has another length."""
+        for key in PER_LAYER:
+            value = self._values.get(key)
+            if isinstance(value, list) and len(value) != layers:
+                raise self.damaged(key, f"must have one value for each of {layers} layers")
+
+    def _is_wide_window(self, key: str) -> bool:
+        return key == "attention.sliding_window" and (
+            self.integer(key) >= self.integer("context_length")
+        )
 
     def damaged(self, key: str, asked: str) -> UnknownModelError:
         """The refusal of a value that no file may have."""
@@ -121,7 +140,7 @@ class Fields:
     def refuse(self, key: str, why: str) -> UnsupportedTargetError:
         """The refusal of a value that other readers know."""
         shown = str(self._values.get(key))[:60]
-        return UnsupportedTargetError(f"its field {self._prefix}{key} is {shown}, {why}.")
+        return UnsupportedTargetError(f"its field {self._prefix}{key} is {shown}, {why}. {WAY_OUT}")
 
     def require_all_used(self) -> None:
         """Refuse fields that no reader took, unless they change nothing.
@@ -131,10 +150,17 @@ class Fields:
         """
         for key in sorted(self._unused - IRRELEVANT):
             value = self._values[key]
-            wide = key == "attention.sliding_window" and value >= self._values["context_length"]
-            if value not in NEUTRAL.get(key, ()) and not wide:
+            if not _is_neutral(key, value) and not self._is_wide_window(key):
                 raise self.refuse(
                     key,
                     "which moaspec does not know for this architecture and could compute wrongly "
-                    "without. Name the model's directory or hub id instead of the GGUF file",
+                    "without",
                 )
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    """A number is no truth value: llama.cpp refuses the one for the other."""
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool)
+        for one in NEUTRAL.get(key, ())
+    )

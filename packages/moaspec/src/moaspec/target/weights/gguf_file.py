@@ -4,7 +4,7 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 _PART = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 ARCHITECTURE = "general.architecture"
+_SIGNATURE = 256  # bytes that tell a file's kind
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
+
+
+class UnfitFileError(UnknownModelError):
+    """The file is not damaged, and another one is needed; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,11 @@ class GGUFTensor:
     blocks: np.ndarray
     part: int = 0
     offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the file stores."""
+        return int(self.blocks.nbytes)
 
     @property
     def num_weights(self) -> int:
@@ -118,7 +129,7 @@ def read_gguf(gguf: Path) -> GGUFFile:
 
     readers = []
     for part in parts_of(gguf):
-        _require_little_endian(part)
+        _require_gguf(part)
         try:
             readers.append(GGUFReader(part))
         except ValueError as error:
@@ -136,6 +147,7 @@ def read_gguf(gguf: Path) -> GGUFFile:
             if tensor.name in tensors:
                 raise UnknownModelError(f"its tensor {tensor.name} is also in {part.name}.")
             tensors[tensor.name] = tensor
+    _check_places(tensors.values(), readers)
     _check_count(fields, tensors, readers)
     _check_types(tensors)
     return GGUFFile(gguf, {k: v for k, v in fields.items() if k not in _SPLIT}, tensors)
@@ -186,11 +198,24 @@ def _blocks(
     return stored.view(floats[kind.name]) if kind.name in floats else stored
 
 
-def _require_little_endian(part: Path) -> None:
+def _require_gguf(part: Path) -> None:
+    """Refuse files that are taken for GGUF files, each with its own way out."""
     with part.open("rb") as file:
-        start = file.read(8)
+        start = file.read(_SIGNATURE)
+    if start.startswith(_POINTER):
+        raise UnfitFileError(
+            f"{part.name} is a pointer of Git LFS, which stands for the file. Fetch the file "
+            "itself in its repository with `git lfs pull`, or download it from the repository's "
+            "page."
+        )
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype", b"<html")):
+        raise UnfitFileError(
+            f"{part.name} is a web page, such as one that asks for a login. Download the file "
+            "itself: on the Hugging Face hub its address has `/resolve/` where the page's has "
+            "`/blob/`."
+        )
     if start[:4] == b"GGUF" and start[4:6] == b"\0\0" and start[6:] != b"\0\0":
-        raise UnknownModelError(
+        raise UnfitFileError(
             f"{part.name} is big-endian. Convert it to little-endian (gguf-convert-endian of the "
             "package gguf), or take another file of the model."
         )
@@ -217,7 +242,7 @@ def _check_split(parts: Sequence[Path], readers: Sequence["GGUFReader"]) -> None
             continue
         if (number, count) != (index, len(parts)):
             is_ = f"part {(number or 0) + 1} of {count}" if count else "no part of a split file"
-            raise UnknownModelError(
+            raise UnfitFileError(
                 f"{part.name} is {is_} by its own fields, and its name says part {index + 1} of "
                 f"{len(parts)}. Give all parts the names with which they were published "
                 "(NAME-00001-of-00003.gguf and so on)."
@@ -243,6 +268,21 @@ def _check_types(tensors: Mapping[str, GGUFTensor]) -> None:
                 f"its tensor {name} is of the type {kind.name}, which the package gguf cannot "
                 "dequantise. Take a file with another quantisation of the model."
             ) from error
+
+
+def _check_places(tensors: Iterable[GGUFTensor], readers: Sequence["GGUFReader"]) -> None:
+    """Refuse tensors that do not follow one another, each from the next multiple of alignment."""
+    ends: dict[int, tuple[int, str]] = {}
+    for tensor in sorted(tensors, key=lambda one: (one.part, one.offset, one.num_bytes)):
+        reader = readers[tensor.part]
+        end, before = ends.get(tensor.part, (int(reader.data_offset), "the header"))
+        start = end + -(end - int(reader.data_offset)) % int(reader.alignment)
+        if tensor.offset != start:
+            raise UnknownModelError(
+                f"it is damaged: its tensor {tensor.name} begins at byte {tensor.offset}, and must "
+                f"begin at {start}, behind {before}."
+            )
+        ends[tensor.part] = (tensor.offset + tensor.num_bytes, tensor.name)
 
 
 def _check_count(

@@ -20,8 +20,10 @@ from moaspec_core.errors import UnknownModelError
 FACTORS = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_RAMP = {"fast": 32.0, "slow": 1.0}  # YaRN's usual ends, in turns over the trained length
 _LLAMA3_LENGTHS = (8192, 4096, 16384, 32768, 131072)
 _CLOSE = 2e-6  # float32 rounding of a few operations
+_LARGEST_FACTOR = 1e6  # of scaling, or of its inverse
 _EPSILON = 1e-6  # factors are stored in float32
 
 
@@ -91,8 +93,14 @@ def _rotated(fields: Fields, rotary: Rotary) -> int:
 
 def _factor(fields: Fields) -> float:
     """Zero stands for no scaling."""
-    older = fields.number("rope.scale_linear", 1.0, sign="not negative")
-    return fields.number("rope.scaling.factor", older, sign="not negative") or 1.0
+    found = 1.0
+    for key in ("rope.scale_linear", "rope.scaling.factor"):
+        found = fields.number(key, found, sign="not negative")
+        if found and not 1 / _LARGEST_FACTOR <= found <= _LARGEST_FACTOR:
+            raise fields.damaged(
+                key, f"must be 0 or from {1 / _LARGEST_FACTOR:g} to {_LARGEST_FACTOR:g}"
+            )
+    return found or 1.0
 
 
 def _values(file: GGUFFile, name: str, size: int) -> Tensor:
@@ -100,7 +108,14 @@ def _values(file: GGUFFile, name: str, size: int) -> Tensor:
     if found is None or found.shape != (size,):
         is_ = "missing" if found is None else f"of shape {found.shape}"
         raise UnknownModelError(f"{name} is {is_}, and must have {size} values.")
-    return found.dequantised()
+    values = found.dequantised()
+    wrong = values[~(values.isfinite() & (values > 0))]
+    if len(wrong):
+        raise UnknownModelError(
+            f"its tensor {name} has the value {float(wrong[0]):g}, and all must be finite numbers "
+            "above 0."
+        )
+    return values
 
 
 def _by_length(fields: Fields, file: GGUFFile, size: int, context: int) -> dict[str, Any]:
@@ -129,7 +144,7 @@ def _yarn(fields: Fields, factor: float, rotary: Rotary) -> dict[str, Any]:
     trained = fields.integer("rope.scaling.original_context_length", rotary.context, least=1)
     if factor < 1:
         raise fields.damaged("rope.scaling.factor", "must be at least 1 for yarn")
-    parameters = {
+    parameters: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": trained,
@@ -144,6 +159,13 @@ def _yarn(fields: Fields, factor: float, rotary: Rotary) -> dict[str, Any]:
         parameters |= {
             key: fields.number(f"rope.scaling.yarn_{key}", sign="positive") for key in ramp
         }
+        fast, slow = (parameters.get(f"beta_{key}", usual) for key, usual in _RAMP.items())
+        if fast < slow:
+            named = "beta_fast" if "beta_fast" in parameters else "beta_slow"
+            raise fields.damaged(
+                f"rope.scaling.yarn_{named}",
+                f"yarn_beta_fast ({fast:g}) must be at least yarn_beta_slow ({slow:g})",
+            )
         whole = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
     else:  # llama.cpp does not read them, and the model's own library may
         _require_usual(fields, "yarn_beta_fast", (32.0,))

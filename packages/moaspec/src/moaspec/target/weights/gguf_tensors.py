@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moaspec.target.weights.gguf_config import HEAD, Architecture
-from moaspec.target.weights.gguf_file import GGUFFile
+from moaspec.target.weights.gguf_fields import WAY_OUT
+from moaspec.target.weights.gguf_file import GGUFFile, UnfitFileError
 from moaspec_core.errors import UnknownModelError
 from moaspec_core.support.torch_settings import PROCESS_SETTINGS
 
@@ -160,9 +161,9 @@ def _require(found: Mapping[str, Source], architecture: Architecture, file: GGUF
             if (HEAD in surplus)
             else ""
         )
-        raise UnknownModelError(
+        raise UnfitFileError(
             f"it has {_listed(surplus)}, which its fields have no place for in a model of the "
-            f"architecture {file.architecture!r}.{why}"
+            f"architecture {file.architecture!r}.{why} {WAY_OUT}"
         )
 
 

@@ -6,11 +6,13 @@ The ids are those of llama.cpp, for the kinds of tokenizers that causal models h
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from moaspec.target.weights.gguf_merges import merges_by_score
@@ -21,6 +23,7 @@ from moaspec.target.weights.gguf_tokens import (
     TEMPLATE,
     Tokens,
     UnreadableError,
+    require_known,
 )
 from moaspec_core.errors import UnknownModelError
 from moaspec_core.support.causes import first_line
@@ -75,6 +78,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
     kind = fields.get(f"{KEY}model")
     if kind not in _KINDS:
         raise UnreadableError(f"{KEY}model is {kind!r}, and known are {', '.join(_KINDS)}.")
+    require_known(fields)
     tokens = Tokens.of(fields)
     if kind == "llama":
         backend, begins = _sentencepiece(tokens), True
@@ -84,17 +88,35 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
         begins = splits.add_bos
     add_special(backend, tokens)
     ids = {name: tokens.named(kind) for name, kind in _NAMED.items()}
-    special = {name: tokens.texts[one] for name, one in ids.items() if one is not None}
+    named = {name: one for name, one in ids.items() if one is not None}
+    # transformers cuts its special tokens out of texts, so that no ordinary token may be one.
+    special = {name: tokens.texts[one] for name, one in named.items() if tokens.is_special(one)}
+    ordinary = {name: one for name, one in named.items() if name not in special}
     begins = kind == "gemma4" or tokens.field("add_bos_token", begins)
+    adds = {"bos_token": bool(begins), "eos_token": bool(tokens.field("add_eos_token", False))}
+    added = {name: named[name] for name, is_added in adds.items() if is_added and name in named}
+    if added.keys() & ordinary:
+        backend.post_processor = _framed(tokens, added)
+        switches = dict[str, bool]()
+    else:
+        switches = {f"add_{name}": name in added for name in adds}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         **special,
-        add_bos_token=bool(begins) and "bos_token" in special,
-        add_eos_token=bool(tokens.field("add_eos_token", False)) and "eos_token" in special,
-        chat_template=_chat_template(fields),
+        **switches,
+        chat_template=_chat_template(fields, {k: backend.decode([v]) for k, v in ordinary.items()}),
         # Unset, transformers would take spaces out of some texts.
         clean_up_tokenization_spaces=False,
     )
+
+
+def _framed(tokens: Tokens, added: Mapping[str, int]) -> TemplateProcessing:
+    """Texts between the BOS and EOS tokens, or one of them."""
+    before, after = ([name] if name in added else [] for name in ("bos_token", "eos_token"))
+    special = [
+        {"id": name, "ids": [one], "tokens": [tokens.texts[one]]} for name, one in added.items()
+    ]
+    return TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)
 
 
 def _splits(tokens: Tokens, kind: str) -> Splits:
@@ -163,11 +185,27 @@ def _scores(tokens: Tokens) -> dict[str, float]:
     return {text: one for text, one in scores if text not in cut_out and " " not in text}
 
 
-def _chat_template(fields: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The file's template, or all of its templates by name."""
+def _chat_template(
+    fields: Mapping[str, Any], ordinary: Mapping[str, str]
+) -> str | dict[str, str] | None:
+    """The file's template, or all of its templates by name.
+
+    Args:
+        ordinary: texts of named tokens that transformers does not know, for the templates.
+    """
     begin = f"{TEMPLATE}."
-    named = {key.removeprefix(begin): text for key, text in fields.items() if key.startswith(begin)}
+    known = "".join(
+        f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}"
+        for name, text in ordinary.items()
+        if name in ("bos_token", "eos_token")
+    )
+    named = {
+        key.removeprefix(begin): known + text
+        for key, text in fields.items()
+        if key.startswith(begin)
+    }
     default = fields.get(TEMPLATE)
+    default = None if default is None else known + default
     if not named:
         return default
     return named if default is None else {"default": default, **named}

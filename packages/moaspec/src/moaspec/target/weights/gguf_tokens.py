@@ -88,9 +88,36 @@ _LISTS: Mapping[str, tuple[type, ...]] = {
     f"{KEY}merges": (str,),
     f"{KEY}token_type": (int,),
     f"{KEY}scores": (int, float),
+    f"{KEY}eos_token_ids": (int,),  # Ollama's, beside eos_token_id
 }
 _SWITCHES = tuple(f"{KEY}add_{name}" for name in ("bos_token", "eos_token", "space_prefix"))
 _TEXTS = ("general.name", f"{KEY}model", f"{KEY}pre")
+_ROLES = (
+    *("bos", "eos", "unknown", "seperator", "padding", "mask"),
+    *("cls", "eot", "eom"),
+    *_FIM,
+    *_OLD_NAMES.values(),
+)
+SUPPRESSED = f"{KEY}suppress_tokens"
+_KNOWN = {
+    *_LISTS,
+    *_SWITCHES,
+    *_TEXTS,
+    *(f"{KEY}{role}_token_id" for role in _ROLES),
+    TEMPLATE,
+    "tokenizer.chat_templates",  # names of those that follow
+    SUPPRESSED,  # part of the generation config
+    # These are of other kinds of tokenizers, or of programs for whole prompts.
+    f"{KEY}add_sep_token",
+    f"{KEY}token_type_count",
+    f"{KEY}added_tokens",  # llama.cpp, too, goes by types alone
+    f"{KEY}precompiled_charsmap",
+    f"{KEY}remove_extra_whitespaces",
+    "tokenizer.huggingface.json",
+    "tokenizer.rwkv.world",
+}
+_NOT_ADDED = tuple(f"{KEY}add_{role}_token" for role in _ROLES)
+_NORMALIZER = f"{KEY}normalizer."
 
 
 class UnreadableError(InputError):
@@ -177,10 +204,10 @@ class Tokens:
         if given is not None:
             return given
         default = _DEFAULTS.get(self.field("model"), {}).get(kind)
-        # llama.cpp takes any token with the usual id; here an ordinary token must not end texts.
         if default is None or default >= len(self.texts):
             return None
-        return default if self.types[default] in (CONTROL, UNKNOWN) else None
+        # llama.cpp takes any token with the usual id; here an ordinary token must not end texts.
+        return default if kind != "eos" or self.types[default] in (CONTROL, UNKNOWN) else None
 
     def _by_field(self, kind: str) -> int | None:
         keys = (f"{kind}_token_id", f"{_OLD_NAMES.get(kind)}_token_id")
@@ -202,7 +229,8 @@ class Tokens:
             for kind in _ENDS_BY_FIELD
             if kind in _FIM and self._by_field(kind) is None
         }
-        return {*self._known_ends, *(one for one in found if one is not None)}
+        more = (one for one in self.field("eos_token_ids", ()) if 0 <= one < len(self.texts))
+        return {*self._known_ends, *more, *(one for one in found if one is not None)}
 
     @cached_property
     def _no_ends(self) -> dict[str, int]:
@@ -218,9 +246,26 @@ class Tokens:
 
     def special(self) -> Iterator[tuple[str, int]]:
         """Tokens that are cut out of a text before it is split into words, with their types."""
-        for text, kind in zip(self.texts, self.types, strict=False):
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+        for token_id, (text, kind) in enumerate(zip(self.texts, self.types, strict=False)):
+            if self.is_special(token_id):
                 yield text, kind
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is cut out of texts, by its type alone."""
+        return self.types[token_id] in (UNKNOWN, CONTROL, USER_DEFINED)
+
+
+def require_known(fields: Mapping[str, Any]) -> None:
+    """Refuse fields of the tokenizer that may change ids in a way that is not known here.
+
+    Raises:
+        UnreadableError: names the first.
+    """
+    for name, value in sorted(fields.items()):
+        is_off = value is False and (name in _NOT_ADDED or name.startswith(_NORMALIZER))
+        is_template = name.startswith(f"{TEMPLATE}.")
+        if name.startswith("tokenizer.") and name not in _KNOWN and not is_off and not is_template:
+            raise UnreadableError(f"{name} is {str(value)[:60]!r}, which is not known.")
 
 
 def _require_kind(name: str, value: Any) -> None:
