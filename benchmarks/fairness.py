@@ -261,7 +261,7 @@ async def device_texts(
 ) -> None:
     """Texts of 4,000 tokens of one device, drafted as trees; it leaves each after so long."""
     device = LocalDevice(device_target(), WrongTree())
-    options = RemoteOptions(draft=Tree(2, 5, 31), draft_ahead=False, retry_s=120.0)
+    options = RemoteOptions(draft=Tree(2, 5, 30), draft_ahead=False, retry_s=120.0)
 
     async def one(place: int) -> None:
         for turn in range(10_000):
@@ -391,7 +391,11 @@ async def beside(server: Server, name: str, seconds: float) -> Seen:
     tasks = [asyncio.ensure_future(task) for task in FLOODS[name](server)]
     await asyncio.sleep(3.0)
     try:
-        return await watch(server, seconds, devices="devices" in name)
+        seen = await watch(server, seconds, devices="devices" in name)
+        for task in tasks:
+            if task.done():
+                task.result()  # a flood that has failed is none
+        return seen
     finally:
         for task in tasks:
             task.cancel()

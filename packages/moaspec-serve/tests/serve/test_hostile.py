@@ -425,16 +425,26 @@ def test_base_urls_without_v1(http: httpx.Client, method: str, path: str) -> Non
     assert "end in /v1" in told
 
 
-BODY = json.dumps({"model": MODEL, "messages": say("é")}, ensure_ascii=False)
+QUESTION = json.dumps({"model": MODEL, "messages": say("é")}, ensure_ascii=False)
 
 
 @pytest.mark.parametrize(
     ("body", "headers", "status", "message"),
     [
-        (gzip.compress(BODY.encode()), {"Content-Encoding": "gzip"}, 415, "'gzip' are not read"),
-        (gzip.compress(BODY.encode()), {}, 400, "no text in UTF-8: byte 0x8b at 1"),
-        (BODY.encode("latin-1"), {}, 400, "no text in UTF-8: byte 0xe9"),
-        (BODY.replace('"model"', f'"seed": {"1" * 5000}, "model"'), {}, 400, "over 4300 digits"),
+        (
+            gzip.compress(QUESTION.encode()),
+            {"Content-Encoding": "gzip"},
+            415,
+            "'gzip' are not read",
+        ),
+        (gzip.compress(QUESTION.encode()), {}, 400, "no text in UTF-8: byte 0x8b at 1"),
+        (QUESTION.encode("latin-1"), {}, 400, "no text in UTF-8: byte 0xe9"),
+        (
+            QUESTION.replace('"model"', f'"seed": {"1" * 5000}, "model"'),
+            {},
+            400,
+            "over 4300 digits",
+        ),
     ],
     ids=["encoding", "gzip", "latin-1", "digits"],
 )
