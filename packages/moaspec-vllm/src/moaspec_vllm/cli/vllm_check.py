@@ -21,7 +21,7 @@ from moaspec_core.cli.options import MODEL, Json, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading, status
 from moaspec_core.cli.terminal.table import Table, show_table
-from moaspec_core.errors import InputError, ServingError
+from moaspec_core.errors import InputError
 from moaspec_vllm.cli.vllm_config import (
     DrafterName,
     DraftLength,
@@ -108,11 +108,11 @@ def vllm_check(
     else:
         _show(report)
     if failed := report.get("failed"):
-        raise ServingError(
+        console.error(
             f"vLLM, {failed['engine']}, ended with exit code {failed['code']}; its whole log is "
             f"{failed['log']}. The last lines:\n{failed['last_lines']}"
         )
-    if not _holds(report):
+    if failed or not _holds(report):
         raise typer.Exit(1)
 
 

@@ -581,7 +581,7 @@ def test_all_chat_templates_are_kept() -> None:
 
 
 def test_fields_of_other_tokenizers_change_nothing() -> None:
-    others = {
+    others: dict[str, Any] = {
         "remove_extra_whitespaces": True,
         "add_sep_token": True,
         "cls_token_id": 0,
