@@ -19,6 +19,14 @@ def is_directory(path: Path) -> bool:
         return False
 
 
+def is_file(path: Path) -> bool:
+    """Whether a path is a file; False if the path is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """The checkpoint's `config.json`.
 

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from moaspec_core.bundled import bundled_drafters
-from moaspec_core.checkpoint.directory import is_directory
+from moaspec_core.checkpoint.directory import is_directory, is_file
 from moaspec_core.cli.options import Json
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading
@@ -67,7 +67,7 @@ def info(
     Example: moaspec info smollm2-135m
     """
     directory = bundled_drafters().get(checkpoint, Path(checkpoint))
-    if directory.is_file():
+    if is_file(directory):
         raise UnknownModelError(
             f"{checkpoint!r} is a file; `moaspec info` shows drafters, which are directories. A "
             f"GGUF file is a target: give it to other commands as --model {checkpoint}."

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 LEAST_TURN_S = 1.0
 READ_AGAIN = 4
 """An owner that waits for room takes another's when it was served this many seconds less, and this
-many times what its text takes to read again. This bounds what turns of owners read again, not what owners
-within their share take from one another."""
+many times what its text takes to read again. That bounds what turns of owners read again, and not
+what owners within their share take from one another."""
 
 MAX_LOST = 2
 
