@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ class Trainer:
             TrainingError: the run failed; its saved state is intact.
         """
         self._start_trackers()
-        with self._locked(), explain_failures("while training", self.states.sentence):
+        with self._locked(), explain_failures("while training", self._saved_sentence):
             yield
         self.accelerator.end_training()
 
@@ -238,7 +239,7 @@ class Trainer:
         else:
             raise TrainingError(
                 f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}), "
-                f"for {MOST_SKIPPED} batches in a row. {self.states.sentence()} Resume with a "
+                f"for {MOST_SKIPPED} batches in a row. {self._saved_sentence()} Resume with a "
                 "lower learning_rate; if that fails too, the run had gone wrong before: begin "
                 "again, in another output directory."
             )
@@ -364,13 +365,19 @@ class Trainer:
             saving, self._saving = self._saving, None
             saving.result()
 
+    def _saved_sentence(self) -> str:
+        """What is saved, after a state that is being written."""
+        if self._saving is not None:
+            futures.wait([self._saving])
+        return self.states.sentence()
+
     def _finite(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """These tensors; TrainingError where one is not finite."""
         wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if wrong:
             raise TrainingError(
                 f"After step {self.step}, {wrong[0]} is not finite, so this step is not saved. "
-                f"{self.states.sentence()} Resume with a lower learning_rate."
+                f"{self._saved_sentence()} Resume with a lower learning_rate."
             )
         return tensors
 

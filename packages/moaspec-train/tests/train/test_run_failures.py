@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,13 @@ def test_a_device_that_disappears(
         return real(*arguments)
 
     monkeypatch.setattr(run.student, "run", lose)
+    save = run.states.save
+
+    def save_slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.2)  # the device is lost meanwhile
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(run.states, "save", save_slowly)
     with pytest.raises(TrainingError, match=message) as caught:
         run.run()
     assert "step-2" in str(caught.value)
