@@ -1021,7 +1021,8 @@ def test_an_earlier_drafter_gets_further_layers_that_change_nothing_at_first(
         (expected,), (found,) = (
             one.student.run(module(one), part, 0).exits for one in (same, second)
         )
-    assert_close(found.drafted_ME, expected.drafted_ME)
+    # Threads share sums out by the sizes of tensors: 1.2e-5 was seen with two.
+    assert_close(found.drafted_ME, expected.drafted_ME, atol=1e-4, rtol=0)
     second.run()
     directory = str(tmp_path / "second" / "drafter")
     drafter = moaspec.load_drafter(directory, target=second.target)
