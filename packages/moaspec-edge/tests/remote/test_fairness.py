@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any
@@ -291,22 +291,30 @@ async def write_texts(
             await session.close()
 
 
+def record_waits(
+    service: TargetService, waited: list[float], counts: Callable[[VerifyRequest], bool]
+) -> None:
+    """Add the simulated seconds of each request that counts to `waited`."""
+    decide = service.shared.decide
+
+    async def timed(request: VerifyRequest) -> tuple[VerifyResult, float]:
+        started_s = time.monotonic()
+        answer = await decide(request)
+        if counts(request):
+            waited.append(time.monotonic() - started_s)
+        return answer
+
+    service.shared.decide = timed  # type: ignore[method-assign]
+
+
 def seconds_waited(bob: int, depth: int, length: int) -> list[float]:
     """How long alice's rounds wait beside so many devices of bob, in simulated time."""
     waited: list[float] = []
 
     async def run() -> None:
         service = TargetService(tiny.target())
-        decide = service.shared.decide
-
-        async def timed(request: VerifyRequest) -> tuple[VerifyResult, float]:
-            started_s = time.monotonic()
-            answer = await decide(request)
-            if service.shared._used.get(request.cache_row) == "alice":
-                waited.append(time.monotonic() - started_s)
-            return answer
-
-        service.shared.decide = timed  # type: ignore[method-assign]
+        used = service.shared._used
+        record_waits(service, waited, lambda request: used.get(request.cache_row) == "alice")
         short = [[number, 1, 2, 3, 4, 5, 6, 7] for number in range(8)]
         long = [[number % tiny.VOCAB] * length for number in range(10_000)]
         others = [asyncio.create_task(write_texts(service, "bob", long, depth)) for _ in range(bob)]
@@ -337,16 +345,7 @@ def test_beside_busy_owners_a_round_waits_for_a_share_of_each(owners: Sequence[s
 
         async def run() -> None:
             service = TargetService(tiny.target())
-            decide = service.shared.decide
-
-            async def timed(request: VerifyRequest) -> tuple[VerifyResult, float]:
-                started_s = time.monotonic()
-                answer = await decide(request)
-                if request.prompt_length == 8:
-                    passes_s.append(time.monotonic() - started_s)
-                return answer
-
-            service.shared.decide = timed  # type: ignore[method-assign]
+            record_waits(service, passes_s, lambda request: request.prompt_length == 8)
             others = [
                 asyncio.create_task(write_texts(service, one, [[7] * 20] * 1000, 60, 100))
                 for one in busy

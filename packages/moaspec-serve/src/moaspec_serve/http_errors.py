@@ -84,7 +84,9 @@ def responses() -> dict[int | str, dict[str, Any]]:
 
 async def _respond(request: Request, error: Exception) -> JSONResponse:
     status, content = error_response(error)
-    headers: Mapping[str, str] | None = getattr(error, "headers", None)
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, HTTPException):
+        headers = error.headers
     if isinstance(error, BusyError):
         # Nothing says when a link that broke will be there again, or a server that stops.
         headers = {"Retry-After": str(ceil(error.retry_s))}
