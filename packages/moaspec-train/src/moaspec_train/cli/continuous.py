@@ -34,7 +34,7 @@ class ContinuousOptions:
 
     continuous: Annotated[
         bool,
-        "Let the target answer the setting prompts, and train on all answers so far, by turns and "
+        "Let the target answer the setting prompts and train on all answers so far, alternating "
         "without an end.",
     ] = False
     disk: Annotated[

@@ -31,7 +31,8 @@ def vllm_config(
     ] = None,
     draft_up_to: Annotated[
         int | None,
-        "Draft in steps of at most so many requests; default: where measured times say it pays.",
+        "Draft in steps of up to this number of requests; default: where measured times say it "
+        "pays.",
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the arguments of vllm.LLM as JSON.")
